@@ -56,7 +56,7 @@ from dsv4.llm_input import (
 )
 from dsv4.llm_inside import Inside
 from dsv4.llm_outputs import EventOutput, answer_progress, check_last
-from dsv4.llm_start import cache_schedule, compile_ahead, make_runner, warm_up
+from dsv4.llm_start import cache_schedule, compile_ahead, make_runner, warm_up, with_chunk
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.progress import Progress
 from dsv4.loader.shipped import find_checkpoint
@@ -82,7 +82,8 @@ class LLM(Inside, Controls):
     device    "cpu" or "cuda"
     numerics  "official": every quantisation point of the published inference code, bf16 activations.
               "exact": weights dequantised, nothing else quantised, in `dtype` (fp32 by default)
-    engine    limits; by default 8 requests of the model's context, at most 16,384 tokens
+    engine    limits; by default 8 requests of the model's context, at most 16,384 tokens. A chunk that they leave open
+              is chosen for a GPU by measured speed and its memory; on a CPU, or beside offloaded experts, it is 2,048
     backend   `TORCH`, `TRITON` or one made of them (ops/backend.py); by default the kernels on a GPU in `official`
               numerics, the oracles elsewhere
     offload_experts
@@ -126,7 +127,7 @@ class LLM(Inside, Controls):
         check_offload(offload_experts, config, num_ranks)
         drafts = check_drafts(drafts, config, numerics=numerics)
         wanted = draft_limits(limits_for(config, engine, exact_dtype), config, drafts)
-        limits, chosen_device = rank_limits(wanted, num_ranks), rank_device(chosen_device, num_ranks)
+        chosen_device = rank_device(chosen_device, num_ranks)
         if backend is not None and num_ranks > 1:
             raise RequestError("backend needs gpus=1: each of several ranks takes the one of its device")
         tokenizer = Tokenizer.from_pretrained(folder) if (folder / "tokenizer.json").exists() else None
@@ -137,6 +138,11 @@ class LLM(Inside, Controls):
         )  # fmt: skip
         if chosen_backend.has_kernels:
             check_shapes(config)
+        wanted = with_chunk(
+            wanted, config, chosen_device, chosen_backend, exact_dtype, checkpoint, offloads=bool(offload_experts),
+            num_ranks=num_ranks,
+        )  # fmt: skip
+        limits = rank_limits(wanted, num_ranks)
         world: World | None = None
         if num_ranks > 1:
             settings = {
@@ -183,13 +189,14 @@ class LLM(Inside, Controls):
         llm = cls.__new__(cls)
         compute_dtype = check_numerics(numerics, dtype)
         drafts = check_drafts(drafts, config, numerics=numerics)
-        limits = limits_for(config, engine, compute_dtype if numerics == "exact" else None)
-        limits = draft_limits(limits, config, drafts)
+        exact_dtype = compute_dtype if numerics == "exact" else None
+        limits = draft_limits(limits_for(config, engine, exact_dtype), config, drafts)
         if pool is not None:
             backend = pool.inner
         chosen_backend = backend or backend_for(params.embed.device, numerics)
         if chosen_backend.has_kernels:
             check_shapes(config)
+        limits = with_chunk(limits, config, params.embed.device, chosen_backend, exact_dtype, offloads=pool is not None)
         llm._set_up(
             config, params, numerics, compute_dtype, limits, tokenizer, chosen_backend, pool, drafts=drafts,
             fingerprint=fingerprint,

@@ -6,20 +6,24 @@ from dataclasses import replace
 import torch
 
 from dsv4.cache.manager import KVCacheManager
-from dsv4.config import EngineConfig, ModelConfig
+from dsv4.config import CPU_CHUNK_TOKENS, EngineConfig, ModelConfig
 from dsv4.config.layers import LayerSpec, build_schedule
+from dsv4.dist.shares import rank_limits
 from dsv4.dist.world import World
 from dsv4.engine.draft.counts import FixedDrafts
 from dsv4.engine.draft.options import Drafts, make_choice
 from dsv4.engine.draft.round import make_drafter
 from dsv4.engine.engine import Engine
+from dsv4.engine.offload.load import usable_bytes, weight_sizes
+from dsv4.engine.offload.placement import reserve_bytes
 from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.run.bucket import Drafting
 from dsv4.engine.run.bucket_sizes import step_buckets
 from dsv4.engine.run.runner import Runner
 from dsv4.engine.run.start import Start, Tell
 from dsv4.engine.run.warmup_requests import rehearse_requests
-from dsv4.llm_input import naming_what_does_not_fit
+from dsv4.engine.schedule.chunk import pick_chunk
+from dsv4.llm_input import naming_what_does_not_fit, planned_cache_bytes
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.weights import meta_params
 from dsv4.model.parameters import ModelParams
@@ -31,6 +35,30 @@ from dsv4.request import RequestError
 
 _FIRST_GRAPHS = 2  # of `EngineConfig.captures_late`: the largest, which serves every step, and that of one request
 _LOG = logging.getLogger("dsv4.engine")
+
+
+def with_chunk(
+    limits: EngineConfig, config: ModelConfig, device: torch.device, backend: Backend,
+    exact_dtype: torch.dtype | None, checkpoint: Checkpoint | None = None, *, offloads: bool, num_ranks: int = 1,
+) -> EngineConfig:  # fmt: skip
+    """The limits with a chunk, where they leave it open: on a GPU with all its experts by `pick_chunk`, else a CPU's.
+    Without a checkpoint, weights are on the device already. Ranks choose alike: by what their GPUs have, not by what is
+    free."""
+    if limits.max_chunk_tokens is not None:
+        return limits
+    if device.type == "cpu" or offloads:
+        return replace(limits, max_chunk_tokens=CPU_CHUNK_TOKENS)
+    share = rank_limits(limits, num_ranks)
+    usable = usable_bytes(device) if num_ranks == 1 else torch.cuda.get_device_properties(device).total_memory
+    weights = 0 if checkpoint is None else weight_sizes(checkpoint, config, exact_dtype, num_ranks).total
+
+    def reserve(chunk: int) -> int:
+        return reserve_bytes(config, replace(share, max_chunk_tokens=chunk), num_ranks)
+
+    cache_bytes = planned_cache_bytes(config, share, exact_dtype)
+    chunk, why = pick_chunk(reserve, cache_bytes, usable - weights, has_kernels=backend.has_kernels)
+    _LOG.info("chunks of %d tokens: %s", chunk, why)
+    return replace(limits, max_chunk_tokens=chunk)
 
 
 def cache_schedule(config: ModelConfig, params: ModelParams, limits: EngineConfig) -> tuple[LayerSpec, ...]:

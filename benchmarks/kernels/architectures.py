@@ -152,6 +152,7 @@ CHIPS = {
     "H200": Chip(132, 60, 4.8e12, 989e12, 1979e12),
     "H100": Chip(132, 50, 3.35e12, 989e12, 1979e12),
     "H800": Chip(132, 50, 3.35e12, 989e12, 1979e12),
+    "H100 PCIe": Chip(114, 50, 2.0e12, 756e12, 1513e12),
     "H20": Chip(78, 60, 4.0e12, 148e12, 296e12),
 }
 CUTS = {BY_TILE: "a tile each", BY_RUN: "runs", WHOLE: "whole", IN_PAIRS: "pairs", BY_COLUMNS: "columns"}

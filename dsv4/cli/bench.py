@@ -236,7 +236,9 @@ def bench_serve_command(
     ] = False,
     schedule: Annotated[str | None, typer.Option(help="Of a preset, layers of these kinds: swa,csa,hca,...")] = None,
     experts: Annotated[str, typer.Option(help=f"A preset's experts: {', '.join(EXPERT_FORMATS)}.")] = "mxfp4",
-    chunk: Annotated[int, typer.Option(help="Of a model: most prompt tokens in one forward call.", min=1)] = 2048,
+    chunk: Annotated[
+        int | None, typer.Option(help="Of a model: most prompt tokens in one step. Default: by the device.", min=1)
+    ] = None,
     device: _DeviceOption = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the waiting times (PNG).")] = None,
@@ -298,7 +300,7 @@ def _fields(text: str | None) -> dict[str, Any]:
 
 
 def _engine_target(
-    target: str | None, load: Load, kinds: list[str] | None, experts: ExpertFormat, device: str, chunk: int
+    target: str | None, load: Load, kinds: list[str] | None, experts: ExpertFormat, device: str, chunk: int | None
 ) -> EngineTarget:
     from dsv4.config import EngineConfig
     from dsv4.llm import LLM

@@ -23,7 +23,9 @@ def plan_command(
     gpus: Annotated[int, typer.Option(help="Number of GPUs; experts and requests are divided among them.")] = 1,
     context: Annotated[int | None, typer.Option(help="Context length of a request, in tokens. Default: 8192.")] = None,
     requests: Annotated[int, typer.Option(help="Concurrent requests, over all GPUs.")] = 8,
-    chunk: Annotated[int, typer.Option(help="Maximum prompt tokens in one step (prefill chunk).")] = 2048,
+    chunk: Annotated[
+        int | None, typer.Option(help="Maximum prompt tokens in one step (prefill chunk). Default: as `LLM` chooses.")
+    ] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens a step; adds the draft blocks' cache.")] = 0,
     index_keys: Annotated[str, typer.Option(help="Format of the indexer's keys: fp4 or fp8.")] = "fp4",
     experts: Annotated[

@@ -1,6 +1,6 @@
 """`ModelConfig` and `EngineConfig`, frozen and strict; the layer schedule; the spellings of config.json. No torch."""
 
-from dsv4.config.engine import EngineConfig, IndexKeyFormat
+from dsv4.config.engine import CPU_CHUNK_TOKENS, EngineConfig, IndexKeyFormat
 from dsv4.config.model import (
     BLOCK_TOKENS,
     CSA_RATIO,
@@ -21,6 +21,7 @@ from dsv4.config.model import (
 
 __all__ = [
     "BLOCK_TOKENS",
+    "CPU_CHUNK_TOKENS",
     "CSA_RATIO",
     "HCA_RATIO",
     "MAX_DRAFT_BLOCKS",

@@ -6,12 +6,15 @@ from typing import Literal
 from dsv4.config.model import BLOCK_TOKENS, MAX_DRAFT_TOKENS, _require, is_positive_real, is_size, shown
 
 IndexKeyFormat = Literal["fp4", "fp8"]
+CPU_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Limits of one running model; they fix every allocation, and the memory plan is computed from them alone.
 
+    max_chunk_tokens          prompt tokens of one step; None: by the device, when a model is loaded
+                              (engine/schedule/chunk.py). No result depends on it
     prefix_cache_bytes        device memory for snapshots of prefixes, with which a prompt seen before is not read again
                               (the same bits either way); 0 turns the prefix cache off. Their blocks need no memory of
                               their own: they stay in `num_blocks` until a request needs them
@@ -27,7 +30,7 @@ class EngineConfig:
 
     max_context_tokens: int = 8192
     max_concurrent_requests: int = 8
-    max_chunk_tokens: int = 2048
+    max_chunk_tokens: int | None = None
     max_draft_tokens: int = 0
     index_key_format: IndexKeyFormat = "fp4"
     num_blocks: int | None = None
@@ -40,9 +43,13 @@ class EngineConfig:
     captures_late: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "max_concurrent_requests", "max_chunk_tokens"):
+        for name in ("max_context_tokens", "max_concurrent_requests"):
             value = getattr(self, name)
             _require(is_size(value), f"{name} must be a positive integer, found {shown(value)}")
+        _require(
+            self.max_chunk_tokens is None or is_size(self.max_chunk_tokens),
+            f"max_chunk_tokens must be a positive integer or None, found {shown(self.max_chunk_tokens)}",
+        )
         _require(
             is_size(self.max_draft_tokens, 0) and self.max_draft_tokens <= MAX_DRAFT_TOKENS,
             f"max_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, found {shown(self.max_draft_tokens)}",
@@ -88,3 +95,8 @@ class EngineConfig:
             self.cache_host_bytes == 0 or self.prefix_cache_bytes > 0,
             "cache_host_bytes needs prefix_cache_bytes, found 0: a prefix passes through the device's snapshots",
         )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`max_chunk_tokens`; a CPU's where nothing has chosen it."""
+        return self.max_chunk_tokens or CPU_CHUNK_TOKENS

@@ -25,7 +25,7 @@ def decode_rows(config: ModelConfig, engine: EngineConfig) -> int:
 
 def most_rows(config: ModelConfig, engine: EngineConfig) -> int:
     """Rows of a rank's largest call."""
-    return max(engine.max_chunk_tokens, decode_rows(config, engine))
+    return max(engine.chunk_tokens, decode_rows(config, engine))
 
 
 def rank_folder(engine: EngineConfig, rank: int) -> EngineConfig:

@@ -73,7 +73,7 @@ class Engine:
         self.cache = cache
         self.sizes = sizes or Sizes()
         self.scheduler = Scheduler(
-            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.max_chunk_tokens,
+            cache, num_blocks=cache.schema.num_blocks, max_batched_tokens=cache.limits.chunk_tokens,
             num_rows=0 if drafts is not None else cache.schema.num_slots,
         )  # fmt: skip
         self.runner = runner or Runner(model, cache, buckets=(), use_graphs=False, experts=experts)

@@ -60,7 +60,7 @@ class HitVerifier:
             if self._slot is None:
                 self._slot = self._cache.admit(len(token_ids))
             start = self._cache.position(self._slot)
-            end = min(start + self._cache.limits.max_chunk_tokens, len(token_ids))
+            end = min(start + self._cache.limits.chunk_tokens, len(token_ids))
             batch = self._cache.make_batch([self._slot], [token_ids[start:end]])
         except (OutOfBlocks, CacheError):  # no room even now: this prefix is not looked at
             self._finish()

@@ -70,7 +70,7 @@ class Options(BaseModel):
     fronts: int = Field(default=1, ge=1)
     requests: int = Field(default=8, ge=1)
     context: int | None = None
-    chunk: int = 2048
+    chunk: int | None = None
     max_tokens: int | None = None
     max_waiting: int = Field(default=256, ge=1)
     drain_seconds: float = 60.0

@@ -48,7 +48,7 @@ def test_choices_follow_the_number_of_multiprocessors():
 def test_floors_follow_memory_and_products():
     for case, floor in architectures.floors().items():
         assert floor["H100"] == floor["H800"], case
-        assert floor["H200"] <= floor["H100"], case
+        assert floor["H200"] <= floor["H100"] <= floor["H100 PCIe"], case
         assert floor["H200"] < floor["H20"], case
     assert architectures.CHIPS["H200"].ceiling.read == CEILINGS["H200"].read
 

@@ -201,7 +201,8 @@ def test_missing_files_are_named(tmp_path):
     [
         ({"max_context_tokens": 0}, "max_context_tokens must be a positive integer, found 0"),
         ({"max_concurrent_requests": 1.5}, "max_concurrent_requests must be a positive integer"),
-        ({"max_chunk_tokens": True}, "max_chunk_tokens must be a positive integer"),
+        ({"max_chunk_tokens": True}, "max_chunk_tokens must be a positive integer or None"),
+        ({"max_chunk_tokens": 0}, "max_chunk_tokens must be a positive integer or None, found 0"),
         ({"max_draft_tokens": -1}, "max_draft_tokens must be from 0 to 64, found -1"),
         ({"max_draft_tokens": 65}, "max_draft_tokens must be from 0 to 64, found 65"),
         ({"index_key_format": "fp16"}, "index_key_format must be 'fp4' or 'fp8', found 'fp16'"),

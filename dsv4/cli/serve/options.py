@@ -57,7 +57,11 @@ class ServeOptions:
         typer.Option(help="Maximum tokens of prompt and answer. Default: the model's own, if the memory holds it."),
     ] = None
     chunk: Annotated[
-        int | None, typer.Option(help="Maximum prompt tokens in one step (prefill chunk). Default: by measured speed.")
+        int | None,
+        typer.Option(
+            help="Maximum prompt tokens in one step (prefill chunk); streams wait for all of them. "
+            "Default: by measured speed."
+        ),
     ] = None
     memory: Annotated[
         float,

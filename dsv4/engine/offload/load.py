@@ -27,7 +27,7 @@ from dsv4.formats.tensors import QuantTensor, Weight
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.names import Role
 from dsv4.loader.progress import Progress
-from dsv4.loader.resolve import LoadPlan, Source
+from dsv4.loader.resolve import Source
 from dsv4.loader.weights import load_params, plan_load
 from dsv4.model.parameters import ExpertParams, ModelParams
 from dsv4.ops import Backend
@@ -105,10 +105,9 @@ def choose_placement(
     slots = check_offload(wanted, config, num_ranks)
     if slots is None:
         return None
-    load = plan_load(checkpoint, config)
-    sizes = _sizes(load, config, dequantize_to)
+    sizes = weight_sizes(checkpoint, config, dequantize_to, num_ranks)
     num_own = config.n_routed_experts // num_ranks
-    share, sizes = replace(config, n_routed_experts=num_own), replace(sizes, routed=sizes.routed // num_ranks)
+    share = replace(config, n_routed_experts=num_own)
     if slots != "auto":
         placement: Placement | None = divide_slots(int(slots), share, engine)
     else:
@@ -140,8 +139,11 @@ def check_offload(wanted: OffloadExperts, config: ModelConfig, num_ranks: int = 
     return int(wanted)
 
 
-def _sizes(load: LoadPlan, config: ModelConfig, dequantize_to: torch.dtype | None) -> ModelBytes:
-    """From the headers alone."""
+def weight_sizes(
+    checkpoint: Checkpoint, config: ModelConfig, dequantize_to: torch.dtype | None, num_ranks: int = 1
+) -> ModelBytes:  # fmt: skip
+    """Of one of several ranks, from the headers alone."""
+    load = plan_load(checkpoint, config)
 
     def bytes_of(source: Source) -> int:
         if dequantize_to is None or source.tensor.role is Role.TABLE:
@@ -150,7 +152,7 @@ def _sizes(load: LoadPlan, config: ModelConfig, dequantize_to: torch.dtype | Non
 
     routed = sum(bytes_of(source) for source in load.sources if source.tensor.expert_idx is not None)
     total = sum(map(bytes_of, load.sources))
-    return ModelBytes(total - routed, routed, config.num_hidden_layers + load.num_mtp)
+    return ModelBytes(total - routed, routed // num_ranks, config.num_hidden_layers + load.num_mtp)
 
 
 def usable_bytes(device: torch.device) -> int:

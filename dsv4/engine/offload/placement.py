@@ -90,8 +90,7 @@ def place_experts(
     config: ModelConfig, engine: EngineConfig, sizes: ModelBytes, cache_bytes: int, usable_bytes: int
 ) -> Placement | None:
     """As many experts on the device as fit beside everything else; None if all do and none need be offloaded."""
-    reserves = workspace_bytes(config, engine) + graph_bytes(config, engine) + CONTEXT_BYTES
-    others = sizes.resident + cache_bytes + reserves
+    others = sizes.resident + cache_bytes + reserve_bytes(config, engine)
     if others + sizes.routed <= usable_bytes:
         return None
     spare = usable_bytes - others - sizes.staging
@@ -103,6 +102,12 @@ def place_experts(
             f"{config.num_experts_per_tok} experts of every layer, found room for {num_slots}: lower the limits"
         )
     return divide_slots(num_slots, config, engine)
+
+
+def reserve_bytes(config: ModelConfig, engine: EngineConfig, num_ranks: int = 1) -> int:
+    """What one rank needs besides weights and cache."""
+    needed = workspace_bytes(config, engine) + graph_bytes(config, engine) + CONTEXT_BYTES
+    return needed + exchange_bytes(config, engine, num_ranks)
 
 
 def workspace_bytes(config: ModelConfig, engine: EngineConfig) -> int:

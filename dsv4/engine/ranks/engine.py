@@ -54,7 +54,7 @@ class RanksEngine:
         self.num_slots = own.num_slots * (1 + len(remotes))
         self.ranks: tuple[OwnRank | RemoteRank, ...] = (OwnRank(own), *remotes)
         self._link, self._clock = link, clock
-        self._router = Router(own.cache.limits.max_chunk_tokens)
+        self._router = Router(own.cache.limits.chunk_tokens)
         self._homes: dict[Request, OwnRank | RemoteRank] = {}  # of the requests that have a rank
         self._ended: list[Request] = []  # that never got a rank
         self._pauses: list[Future[Any]] = []

@@ -17,7 +17,7 @@ def step_buckets(limits: EngineConfig, max_drafts: int = 0) -> tuple[int, ...]:
     short prompt, or what is left of one behind a cached prefix, waits for the host in every layer."""
     num_requests = limits.max_concurrent_requests
     drafted = min(num_requests * (1 + max_drafts), MAX_DRAFT_BUCKET)
-    return decode_buckets(max(num_requests, drafted, min(CAPTURED_PROMPT, limits.max_chunk_tokens)))
+    return decode_buckets(max(num_requests, drafted, min(CAPTURED_PROMPT, limits.chunk_tokens)))
 
 
 def captured_layers(config: ModelConfig, limits: EngineConfig) -> int:

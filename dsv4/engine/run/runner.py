@@ -106,7 +106,7 @@ class Runner:
         """Compile every kernel and capture every bucket, or the first `num_graphs` that will be needed. Padding only:
         the cache stays as it is. is_compiled: `precompile` has been done, beside other work.
 
-        Direct calls are compiled at the sizes where launch tables may change: powers of two up to `max_chunk_tokens`,
+        Direct calls are compiled at the sizes where launch tables may change: powers of two up to `chunk_tokens`,
         half-way between them, and one row more, since sizes that 16 does not divide may be compiled apart. All cores
         compile first (engine/run/precompile.py); the first calls load the kernels, and compile what is still missing.
         """
@@ -343,7 +343,7 @@ class Runner:
         return self.experts is None or self.experts.always_fits(self._most_rows(bucket))
 
     def _direct_sizes(self) -> list[int]:
-        largest = self.cache.limits.max_chunk_tokens
+        largest = self.cache.limits.chunk_tokens
         sizes = {1, 2, largest, *self.buckets}
         for bit in range(1, largest.bit_length()):
             sizes |= {1 << bit, (1 << bit) + 1, 3 << (bit - 1)}

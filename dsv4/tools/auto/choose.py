@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsv4.cache.schema import blocks_for_tokens
-from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
+from dsv4.config import BLOCK_TOKENS, CPU_CHUNK_TOKENS, ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.draft.options import Drafts, draft_limits, why_off
 from dsv4.engine.offload.placement import OffloadError, exchange_bytes, place_experts
+from dsv4.engine.schedule.chunk import SHORT_CHUNK
 from dsv4.errors import Dsv4Error
 from dsv4.loader.files import find_tensors
 from dsv4.tools.auto.machine import Machine
@@ -20,14 +21,10 @@ from dsv4.tools.auto.settings import GIVEN, Choice, DoesNotFit, Settings, Wishes
 from dsv4.tools.memory_check import ITEM_BYTES
 from dsv4.tools.plan.budget import Budget, WeightBytes, largest
 
-# tokens/s of a prompt by the tokens of a chunk: Flash's layers, MXFP4, on an H200 (the last records of kind
-# `prefill` in benchmarks/results/nvidia-h200-model.jsonl)
-CHUNK_SPEEDS = {2048: 138964.0, 8192: 174768.4, 16384: 178375.6}
-GOOD_SPEED = 0.95  # of the best: more would keep the other requests waiting
 TYPICAL_TOKENS = 8192  # of a request: a chat, or an agent's turn
 MOST_REQUESTS = 512  # of one GPU: a step of half as many takes 50 ms already (docs/decisions/choices.md)
 # without a GPU, or with experts in host memory
-HOST_REQUESTS, HOST_CONTEXT, LEAST_HOST_CONTEXT, HOST_CHUNK = 8, 16384, 2048, 2048
+HOST_REQUESTS, HOST_CONTEXT, LEAST_HOST_CONTEXT = 8, 16384, 2048
 
 
 def choose(config: ModelConfig, weights: WeightBytes, wishes: Wishes, machine: Machine) -> Settings:
@@ -128,7 +125,7 @@ class _Chooser:
         usable, wishes, smallest = self._usable, self.wishes, self._smallest()
         if self.budget.total(self.budget.least(smallest)) > usable:
             return None
-        chunk = wishes.chunk or self._chunk(smallest)
+        chunk = wishes.chunk or self._chunk(self.budget.least(smallest))
         context = wishes.context or self._context(chunk)
         requests = wishes.requests or self._requests(context, chunk)
         return self.budget.filled(self._base(requests, context, chunk), usable)
@@ -147,22 +144,10 @@ class _Chooser:
         room = self._usable - self.budget.weight_bytes() - self.budget.reserve_bytes(limits)
         return self.budget.cache_bytes(self.budget.least(limits)) <= share * room
 
-    def _chunk(self, smallest: EngineConfig) -> int:
-        """By measured speed, if its workspace leaves seven eighths of what is free to the cache."""
-        best = max(CHUNK_SPEEDS.values())
-        room = self._usable - self.budget.weight_bytes()
-        for chunk in sorted(CHUNK_SPEEDS, key=lambda tokens: (CHUNK_SPEEDS[tokens] < GOOD_SPEED * best, -tokens)):
-            is_good = CHUNK_SPEEDS[chunk] >= GOOD_SPEED * best
-            smaller = [one for one in CHUNK_SPEEDS if one < chunk and CHUNK_SPEEDS[one] >= GOOD_SPEED * best]
-            if is_good and smaller:
-                continue  # as good, and shorter
-            limits = replace(smallest, max_chunk_tokens=chunk)
-            if self.budget.reserve_bytes(limits) <= room / 8 and self._fits(limits):
-                speed = f"{CHUNK_SPEEDS[chunk] / best:.0%} of the fastest measured"
-                self.why["chunk"] = speed
-                return chunk
-        self.why["chunk"] = "little memory is left"
-        return smallest.max_chunk_tokens
+    def _chunk(self, least: EngineConfig) -> int:
+        has_kernels = self.wishes.numerics == "official"
+        chunk, self.why["chunk"] = self.budget.pick_chunk(least, self._usable, has_kernels=has_kernels)
+        return chunk
 
     def _context(self, chunk: int) -> int:
         """The model's own, if one request of it takes at most half of the cache; else the most that does."""
@@ -197,7 +182,7 @@ class _Chooser:
 
     def _modest(self) -> EngineConfig:
         wishes, config = self.wishes, self.config
-        requests, chunk = wishes.requests or HOST_REQUESTS * self.place.gpus, wishes.chunk or HOST_CHUNK
+        requests, chunk = wishes.requests or HOST_REQUESTS * self.place.gpus, wishes.chunk or CPU_CHUNK_TOKENS
         context = wishes.context or min(HOST_CONTEXT, config.max_position_embeddings)
         self.why |= {"requests": "modest", "chunk": "modest"}
         self.why["context"] = "modest" if context == HOST_CONTEXT else "the model's own"
@@ -221,7 +206,7 @@ class _Chooser:
     def _smallest(self) -> EngineConfig:
         wishes = self.wishes
         return self._base(
-            wishes.requests or self.place.gpus, wishes.context or self._least_context, wishes.chunk or 512
+            wishes.requests or self.place.gpus, wishes.context or self._least_context, wishes.chunk or SHORT_CHUNK
         )
 
     def _can_offload(self, limits: EngineConfig) -> bool:
@@ -276,7 +261,7 @@ class _Chooser:
             choice("requests", f"{limits.max_concurrent_requests:,} at once"),
             choice("context", f"{limits.max_context_tokens:,} tokens"),
             Choice("cache", blocks, "what is left" if limits.num_blocks else "every request's context", "--memory"),
-            choice("chunk", f"{limits.max_chunk_tokens:,} tokens"),
+            choice("chunk", f"{limits.chunk_tokens:,} tokens"),
             Choice("drafts", str(self.drafts), self.why_drafts, "--drafts"),
         ]  # fmt: skip
         if place.has_gpu or offload is not None:

@@ -23,6 +23,7 @@ from dsv4.engine.offload.placement import (
     graph_bytes,
     workspace_bytes,
 )
+from dsv4.engine.schedule.chunk import pick_chunk
 from dsv4.loader.header import TensorInfo
 from dsv4.tools.plan.sizes import WeightSizes, count_weights
 
@@ -150,6 +151,15 @@ class Budget:
 
     def reserve_bytes(self, limits: EngineConfig) -> int:
         return self.parts(limits).reserve
+
+    def pick_chunk(self, limits: EngineConfig, usable: int, *, has_kernels: bool = True) -> tuple[int, str]:
+        """For a GPU with `usable` bytes, beside all weights and the cache of `limits`: tokens, and why."""
+
+        def reserve(chunk: int) -> int:
+            return self.reserve_bytes(replace(limits, max_chunk_tokens=chunk))
+
+        room = usable - self.weight_bytes()
+        return pick_chunk(reserve, self.cache_bytes(limits), room, has_kernels=has_kernels)
 
     def total(self, limits: EngineConfig, num_experts: int | None = None) -> int:
         return self.parts(limits, num_experts).total

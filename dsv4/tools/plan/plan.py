@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dsv4.cache.schema import CacheSchema, blocks_for_tokens
-from dsv4.config import BLOCK_TOKENS, ConfigError, EngineConfig, ModelConfig
+from dsv4.config import BLOCK_TOKENS, CPU_CHUNK_TOKENS, ConfigError, EngineConfig, ModelConfig
 from dsv4.dist.shares import check_ranks, rank_limits
 from dsv4.engine.offload.placement import divide_slots
 from dsv4.loader.write.config_file import ExpertFormat
@@ -146,6 +146,8 @@ def plan(
 
     `host_speed`: bytes a second from pinned host memory to the device, for the forecast of offloaded experts.
 
+    A chunk that `engine` leaves open is the one that `LLM` would choose on that GPU, an H200 where none is named.
+
     `with_draft` counts the weights of the draft blocks; their cache is counted when `engine.max_draft_tokens` > 0.
     """
     rank_limits(engine, check_ranks(gpus, config.n_routed_experts))
@@ -154,15 +156,20 @@ def plan(
     kinds = known_gpus() if gpu is None else (parse_gpu(gpu),)
     sizes = count_weights(config, experts, with_draft=with_draft)
     weights = WeightBytes.counted(sizes, config, with_draft=with_draft)
+    place = next((place for place, kind in enumerate(kinds) if kind.name == "h200"), 0)
+    if engine.max_chunk_tokens is None:
+        budget = Budget(config, weights, gpus)
+        chunk = CPU_CHUNK_TOKENS if offload_experts else budget.pick_chunk(engine, kinds[place].usable_bytes)[0]
+        engine = replace(engine, max_chunk_tokens=chunk)
     planner = _Planner(config, engine, weights, offload_experts)
     fits = tuple(planner.fit(kind, gpus) for kind in kinds)
-    requested = next((fit for fit in fits if fit.gpu.name == "h200"), fits[0])
-    budget = planner.budget(engine, gpus)
+    requested = fits[place]
+    needed = planner.budget(engine, gpus)
     is_forecast = offload_experts and requested.fits and gpus == 1
     return Plan(
         name=name, config=config, engine=engine, experts=experts, gpus=gpus, offload_experts=offload_experts,
-        weights=sizes, schema=planner.of(1).schema(engine), budget=budget, fits=fits,
-        summary=planner.advise(requested, budget),
+        weights=sizes, schema=planner.of(1).schema(engine), budget=needed, fits=fits,
+        summary=planner.advise(requested, needed),
         forecast=planner.forecast(requested, sizes, host_speed) if is_forecast else None,
         capacities=() if gpu is None else planner.capacities(requested.gpu),
     )  # fmt: skip

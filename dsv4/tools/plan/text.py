@@ -80,7 +80,7 @@ def _budget(plan: Plan) -> Table:
     for name, num_bytes in (
         ("weights", budget.weights),
         ("KV cache", budget.cache),
-        ("workspace (reserve)", budget.workspace),
+        (f"workspace, chunks of {plan.engine.chunk_tokens:,} (reserve)", budget.workspace),
         *([("exchange (reserve)", budget.exchange)] if plan.gpus > 1 else []),
         ("CUDA graphs (reserve)", budget.graphs),
         ("CUDA context (reserve)", budget.context),

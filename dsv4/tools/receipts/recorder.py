@@ -39,7 +39,7 @@ def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False
             "device": llm.cache.device.type,
             "max_context_tokens": limits.max_context_tokens,
             "max_concurrent_requests": limits.max_concurrent_requests,
-            "max_chunk_tokens": limits.max_chunk_tokens,
+            "max_chunk_tokens": limits.chunk_tokens,
         },
         time=now(),
         hashes_only=hashes_only,

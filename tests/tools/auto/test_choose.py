@@ -10,7 +10,8 @@ import pytest
 from dsv4.cache.schema import blocks_for_tokens
 from dsv4.config import ConfigError, EngineConfig, ModelConfig
 from dsv4.engine.offload.placement import Placement
-from dsv4.tools.auto.choose import CHUNK_SPEEDS, MOST_REQUESTS, choose
+from dsv4.engine.schedule.chunk import CHUNK_SPEEDS
+from dsv4.tools.auto.choose import MOST_REQUESTS, choose
 from dsv4.tools.auto.machine import Accelerator, Machine
 from dsv4.tools.auto.settings import DoesNotFit, Wishes, table
 from dsv4.tools.plan.budget import MOST_BLOCKS, Budget, WeightBytes
@@ -163,7 +164,7 @@ def test_drafts_need_a_drafter():
 def test_a_machine_without_a_gpu_has_the_limits_it_always_had():
     found = chosen(TINY, Machine(host_bytes=8 * GIB))
     assert (found.device, found.gpus, found.drafts) == ("cpu", 1, "off")
-    assert found.limits == EngineConfig(max_context_tokens=16384)
+    assert found.limits == EngineConfig(max_context_tokens=16384, max_chunk_tokens=2048)
     assert of(found, "device").why == "this machine has no NVIDIA GPU"
     assert "GPU" not in table(found.choices).partition("\n")[2]
     with pytest.raises(ConfigError, match="--device cuda: no driver; leave --device out"):

@@ -239,6 +239,20 @@ def test_options_reach_the_plan(run):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "chunk"),
+    [
+        (["--gpu", "b200"], 8192),
+        (["--gpu", "b200", "--chunk", "2048"], 2048),
+        (["--gpu", "h200", "--offload-experts"], 2048),
+        (["--gpus", "2"], 8192),  # of H200s
+        (["--gpu", "80"], 512),  # the weights do not fit
+    ],
+)
+def test_the_chunk_of_a_plan(run, arguments, chunk):
+    assert json.loads(run("flash", *arguments, "--json").stdout)["engine"]["max_chunk_tokens"] == chunk
+
+
+@pytest.mark.parametrize(
     "module",
     ["dsv4.cache.schema", "dsv4.cache.allocator", "dsv4.cache.errors", "dsv4.tools.plan.plan", "dsv4.cli.plan"],
 )
