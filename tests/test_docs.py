@@ -460,8 +460,8 @@ def rows_of_loads(records):
     for layers, section, streams in (
         (4, "steady", (256, 1024)), (4, "streams", (1, 16, 64, 256, 1024)), (34, "streams", (1, 16, 64, 256)),
     ):  # fmt: skip
-        rows.append([speeds(layers, section, "engine", *streams), shares(layers, section, "chat", *streams)])
-        rows.append(["", shares(layers, section, "completions", *streams)])
+        both = "; completions ".join(shares(layers, section, kind, *streams) for kind in ("chat", "completions"))
+        rows.append([speeds(layers, section, "engine", *streams), both])
     rows.append([steps(*key, 1, 16, 64, 256) for key in ((34, "streams", "engine"), (34, "streams", "chat"))])
     for section in ("random", "sharegpt"):
         rows.append([speeds(4, section, "engine", 256), shares(4, section, "chat", 256)])
