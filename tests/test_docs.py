@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import rank_speed
+from benchmarks import rank_speed, server_goals
 from benchmarks.engine import timeline
 from benchmarks.engine.model import conclusions
 from benchmarks.kernels import ops as kernel_ops
@@ -341,15 +341,14 @@ def test_every_package_says_what_it_holds():
 
 # ---- numbers of the README and of docs/speed.md ----
 
-BY_HAND = [  # H200, driver 580, CUDA 13.0, torch 2.11, Triton 3.6.0, commit 8b148b4; no record yet
-    "4.97 / 14.6 / 32 / 50 ms",
-    "19,600 tokens/s",
-    "5,560 tokens/s",
-    "49 s",  # commit fa5ef17, 16 cores, empty kernel cache
+BY_HAND = [  # no record yet
+    "74.8 s",  # H200, 16 cores, commit 4b19d12: the miniature's first start
+    "55.5 s",  # kernels of it
+    "0.1 s",  # 78df77b: the table of all tokens
 ]
 PUBLISHED_ALONE = "1.72 ms"  # SGLang, 4 x H200, one request, DSpark; docs/cluster.md has it too
 
-UNIT = r"(?:us|ms|s|x|%|tokens/s|TFLOP/s|TB/s|[KMG]i?B|bytes|tokens a second)"
+UNIT = r"(?:us|ms|s|x|%|tokens/s|requests/s|TFLOP/s|TB/s|[KMG]i?B|bytes|tokens a second)"
 NUMBER = re.compile(rf"(?<![\w.,])\d[\d,.]*(?: (?:/|to) \d[\d,.]*)* ?{UNIT}(?![\w/])")
 
 
@@ -413,10 +412,85 @@ def recorded_numbers():
 
 
 def served_on_a_cpu():
-    """What a token costs the host, by the records of a model that costs nothing."""
+    """What a token costs the host, by the records of a model that costs nothing; short requests."""
     lines = (ROOT / "benchmarks" / "results" / "cpu-server.jsonl").read_text().splitlines()
-    chats = [r for r in map(json.loads, lines) if r["section"] == "streams" and r["load"]["kind"] == "chat"]
-    return f"{next(r['cpu_us_per_token'] for r in chats if r['load']['streams'] == 256):.0f} us"
+    chats = [r for r in map(json.loads, lines) if r["load"]["kind"] == "chat"]
+    many = next(r for r in chats if r["section"] == "streams" and r["load"]["streams"] == 256)
+    short = next(r for r in chats if r["section"] == "short")
+    return [f"{many['cpu_us_per_token']:.0f} us", f"{short['requests_per_second']:,.0f} requests/s"]
+
+
+def served_on_a_gpu():
+    lines = (ROOT / "benchmarks" / "results" / "nvidia-h200-server.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def rows_of_goals(records):
+    """Goal and "now" of four layers, in the order of the goals: of both kinds of request, where both were measured."""
+    rows = []
+    for goal in server_goals.GOALS:
+        found = [
+            goal.value(served, engine)
+            for served, engine in server_goals.pairs(records)
+            if (served["layers"], served["section"], served["load"]["streams"]) == (4, goal.section, goal.streams)
+        ]
+        shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in sorted(found)]
+        rows.append([f"{float(goal.limit):,g}", " to ".join(dict.fromkeys(shown))])
+    return rows
+
+
+def rows_of_loads(records):
+    """The engine alone and through HTTP, load by load."""
+    found = {
+        (r["layers"], r["section"], r["load"]["kind"] if r["kind"] == "serve" else "engine", r["load"]["streams"]): r
+        for r in records
+    }
+
+    def pick(layers, section, kind, *streams):
+        return [found[layers, section, kind, count] for count in streams]
+
+    def speeds(*key):
+        return f"{slashed(r['tokens_per_second'] for r in pick(*key))} tokens/s"
+
+    def shares(*key):
+        return slashed((r["share_of_engine"] for r in pick(*key)), "{:.2f}")
+
+    def steps(*key):
+        return f"{slashed((r['between_tokens_ms']['p50'] for r in pick(*key)), '{:#.3g}')} ms"
+
+    rows = []
+    for layers, section, streams in (
+        (4, "steady", (256, 1024)), (4, "streams", (1, 16, 64, 256, 1024)), (34, "streams", (1, 16, 64, 256)),
+    ):  # fmt: skip
+        both = "; completions ".join(shares(layers, section, kind, *streams) for kind in ("chat", "completions"))
+        rows.append([speeds(layers, section, "engine", *streams), both])
+    rows.append([steps(*key, 1, 16, 64, 256) for key in ((34, "streams", "engine"), (34, "streams", "chat"))])
+    for section in ("random", "sharegpt"):
+        rows.append([speeds(4, section, "engine", 256), shares(4, section, "chat", 256)])
+    both = [pick(4, "short", kind, 512)[0] for kind in ("engine", "chat")]
+    rows.append([f"{r['requests_per_second']:,.0f} requests/s" for r in both])
+    both = [pick(4, "intruder", kind, 64)[0]["intruder"] for kind in ("engine", "chat")]
+    rows.append([f"{one['first_token_ms'] / 1000:.1f} s" for one in both])
+    for name, parts in (("between_tokens_ms", ("p50", "p99", "max")), ("between_tokens_otherwise_ms", ("p50", "p99"))):
+        rows.append([f"{slashed((one[name][part] for part in parts), '{:.1f}')} ms" for one in both])
+    return rows
+
+
+def said_of_loads(records):
+    """Beside the tables: chats one after another, of the README too; what front ends cost."""
+    chats = [r for r in records if r["kind"] == "serve" and (r["section"], r["load"]["kind"]) == ("steady", "chat")]
+    engine, many = (r for r in records if r["kind"] == "serve_engine" and r["section"] == "steady")
+    slow, own = chats[0]["between_tokens_ms"]["p99"], engine["between_tokens_ms"]
+    fronts = [
+        1e6 * sum(seconds for name, seconds in r["cpu_seconds"].items() if "front_end" in name) / r["output_tokens"]
+        for r in chats
+    ]
+    return [
+        f"{chats[0]['tokens_per_second']:,.0f} tokens/s", f"{engine['tokens_per_second']:,.0f} tokens/s",
+        f"{slow:.0f} ms, {slow / own['p50']:.1f} steps and {slow / own['p99']:.1f} times", f"{slow:.0f} ms",
+        f"{own['p90']:.0f} ms", f"{max(fronts):.0f} us",
+        f"{engine['host_ms']['p50']:.2f} / {many['host_ms']['p50']:.0f} ms",
+    ]  # fmt: skip
 
 
 def modelled_numbers(recorded):
@@ -433,16 +507,27 @@ def modelled_numbers(recorded):
 
 
 def test_numbers_of_the_readme_have_an_origin():
-    readme, speed = (
-        BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "docs/speed.md")
-    )
+    pages = (BLOCK.sub("", (ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "docs/speed.md"))
+    readme, speed = (" ".join(page.split()) for page in pages)  # a number may end a line, and its unit begin the next
     recorded = recorded_numbers()
     saturated = [value for what, value in PUBLISHED.items() if "saturated" in what]
     published = [f"{spread(saturated, '{:,}')} tokens/s", PUBLISHED_ALONE]
     assert PUBLISHED_ALONE.split()[0] in (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    known = [*recorded, *modelled_numbers(recorded), *BY_HAND, *published, served_on_a_cpu()]
+    records = served_on_a_gpu()
+    served = [*said_of_loads(records), *(cell for row in rows_of_loads(records) for cell in row), *served_on_a_cpu()]
+    known = [*recorded, *modelled_numbers(recorded), *BY_HAND, *published, *served]
     assert [number for number in known if number not in speed] == []
     assert [number for number in NUMBER.findall(speed) + NUMBER.findall(readme) if number not in known] == []
+
+
+def test_tables_of_a_served_model_are_those_of_the_records():
+    """Renewed by hand, from what `python -m benchmarks server` prints at its end."""
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    section = page.partition("## From socket to socket\n")[2].partition("\n## ")[0]
+    goals, loads = (part.partition("\n\n")[0].splitlines()[1:] for part in section.split("\n|---")[1:])
+    records = served_on_a_gpu()
+    for rows, lines, place in ((rows_of_goals(records), goals, 2), (rows_of_loads(records), loads, 1)):
+        assert [[cell.strip() for cell in line.strip("|").split("|")[place:]] for line in lines] == rows
 
 
 def test_the_model_of_four_ranks_is_what_the_page_says():
