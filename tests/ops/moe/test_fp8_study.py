@@ -41,7 +41,7 @@ def test_what_counts_as_the_largest_and_what_a_result_keeps():
     """As an H200 does: tools/fp8_study.py."""
     large, small = 1.5 * 2.0**6, 0.5
     assert sums_of([large, small, small] + [0.0] * 125, [large] + [1.0] * 127) == large**2 + 1, "2.25 x 2^12 as 2^12"
-    assert sums_of([2.0**12, 2.0**12, 0.5] + [0.0] * 125) == 2.0**13, "14 bits of a result"
+    assert sums_of([0.0] * 125 + [2.0**12, 2.0**12, 0.5]) == 2.0**13, "14 bits of a result, of the last one too"
     # a subnormal code counts as the smallest normal one: 2^-9 x 2^6 as 1
     assert sums_of([2.0**-9, 2.0**-14] + [0.0] * 126, [2.0**6] + [1.0] * 127) == 2.0**-3
     assert sums_of([2.0**-6, 2.0**-13] + [0.0] * 126, [1.0] * 128) == 2.0**-6 + 2.0**-13
