@@ -70,10 +70,16 @@ def run(session: Session) -> None:
             write_checkpoint(Path(root) / name, config, experts=EXPERTS, seed=seed, device=session.device)
             for seed, name in enumerate("AB")
         ]
+        expected = []
+        if session.wants("update"):
+            with LLM(folders[1], device=session.device, engine=replace(limits, max_concurrent_requests=4)) as fresh:
+                expected = answers(fresh)
+            del fresh
+            free_memory()
         llm = LLM(folders[0], device=session.device, engine=limits)
         if session.wants("update"):
             for source in ("folder", "tensors", "BF16 tensors"):
-                session.attempt(f"update, {source}", measure_update, session, llm, folders, source, whole)
+                session.attempt(f"update, {source}", measure_update, session, llm, folders, source, whole, expected)
         if session.wants("sleep"):
             session.attempt("sleep", measure_sleep, session, llm)
         if session.wants("replay"):
@@ -101,8 +107,10 @@ def weights_of(
             yield stored.name, part.view(torch.float8_e8m0fnu) if stored.dtype == "F8_E8M0" else part
 
 
-def measure_update(session: Session, llm: LLM, folders: list[Path], source: str, whole: ModelConfig) -> Record:
-    """A to B; what comes from B's own values gives the bits of an engine that starts with B."""
+def measure_update(
+    session: Session, llm: LLM, folders: list[Path], source: str, whole: ModelConfig, expected: list[Any]
+) -> Record:
+    """A to B; what comes from B's own values gives `expected`: the bits of an engine that starts with B."""
     device = session.device
     given: Any = folders[1]
     if source != "folder":
@@ -127,10 +135,6 @@ def measure_update(session: Session, llm: LLM, folders: list[Path], source: str,
             extra = max(extra, torch.cuda.max_memory_allocated() - before)
         same.append(answers(llm))
     del given
-    free_memory()
-    fresh = LLM(folders[1], device=device, engine=replace(llm.cache.limits, max_concurrent_requests=4))
-    expected = answers(fresh)
-    del fresh
     free_memory()
     seconds = statistics.median(times)
     record = {

@@ -9,7 +9,8 @@
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
 `dsv4 bench serve`, in processes of their own. With `--resident` the engine is a thread of this process. Records:
 `serve_engine` (the engine alone), `serve` (through HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The
-first load of each server is not recorded, apart from its very first request. At the end: the goals, and which are met.
+first load of each server is short and not recorded, apart from its very first request. At the end: the goals, and
+which are met.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dsv4.tools.bench.context import build_model, cut_config
 from dsv4.tools.bench.engine_target import EngineTarget
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.bench.server_target import UrlTarget
-from dsv4.tools.bench.workload import Load
+from dsv4.tools.bench.workload import Lengths, Load
 from dsv4.tools.plan.targets import PRESETS
 
 conclusions = table
@@ -59,7 +60,7 @@ PLAN = {
     "streams": Section("the same prompts and answers by number of streams", {"prompt": 512, "output": 128}),
     "steady": Section("four answers one after another", {"prompt": 512, "output": 128, "waves": 4}, (256, 1024)),
     "random": Section("vLLM's `random` shape", {"shape": "random", "waves": 2}, (256,)),
-    "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 4}, (256,)),
+    "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 2}, (256,)),
     "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),
     "first": Section("first token of one request", {"prompt": 300, "output": 2}, (1,)),
     "intruder": Section(
@@ -122,7 +123,16 @@ def run(session: Session) -> None:
 
 
 def run_resident(session: Session, folder: Path, layers: int, sections: dict[str, list[Load]]) -> None:
-    """One model for all sections, in this process; its tokenizer is in the folder, for front ends."""
+    """One model for all sections, in this process; its tokenizer is in the folder, for front ends. The long prompt has
+    one of its own: room for as many contexts of its length as there are streams elsewhere would not fit."""
+    alike = {name: loads for name, loads in sections.items() if name != "intruder"}
+    for group in (alike, {name: loads for name, loads in sections.items() if name not in alike}):
+        if group:
+            run_group(session, folder, layers, group)
+            free_memory()
+
+
+def run_group(session: Session, folder: Path, layers: int, sections: dict[str, list[Load]]) -> None:
     options = session.options
     limits = limits_of(session, [load for loads in sections.values() for load in loads])
     if options.preset == "free":
@@ -140,8 +150,6 @@ def run_resident(session: Session, folder: Path, layers: int, sections: dict[str
             session.attempt(f"{section}, engine", loads_alone, llm, made)
             server = ResidentServer(llm, folder, config, min(max((os.cpu_count() or 1) // 4, 1), 8))
             session.attempt(f"{section}, server", served, session, server, made)
-    del llm
-    free_memory()
 
 
 def cut_of(layers: int) -> dict[str, Any]:
@@ -219,12 +227,17 @@ def alone(folder: Path, made: Measured, **options: Any) -> list[Record]:
 def loads_alone(llm: LLM, made: Measured) -> list[Record]:
     records: list[Record] = []
     target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
-    measure_load(target, replace(made.loads[0], seed=1, intruder=None))
+    measure_load(target, warm_up_of(made.loads[0]))
     for load in made.loads:
         report, _ = measure_load(target, replace(load, seed=2))
         made.engine[load.streams] = report.tokens_per_second
         records.append({**report.to_dict(), "kind": "serve_engine", "section": made.section, "layers": made.layers})
     return records
+
+
+def warm_up_of(load: Load) -> Load:
+    """A short answer for each stream."""
+    return replace(load, requests=load.streams, output=Lengths(min(load.output.median, 16)), intruder=None, seed=1)
 
 
 def served(session: Session, process: ServerProcess | ResidentServer, made: Measured) -> list[Record]:
@@ -233,7 +246,8 @@ def served(session: Session, process: ServerProcess | ResidentServer, made: Meas
     try:
         target = UrlTarget(url, processes=session.options.processes)
         kinds = session.options.kinds.split(",")
-        loads = [(kinds[0], made.loads[0]), *((kind, load) for kind in kinds for load in made.loads)]
+        loads = [(kinds[0], warm_up_of(made.loads[0]))]
+        loads += [(kind, load) for kind in kinds for load in made.loads]
         for seed, (kind, load) in enumerate(loads, 3):
             before = process.cpu_seconds()
             report, _ = measure_load(target, replace(load, kind=kind, seed=seed))

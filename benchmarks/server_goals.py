@@ -29,11 +29,8 @@ def _over_step(name: str) -> Callable[[Record, Record], float | None]:
 
 
 def _host_ms(served: Record, engine: Record) -> float | None:
-    """Of a step: the engine's time besides waiting, its prompts' steps included."""
-    waits, share = engine["between_tokens_ms"], engine["host_share"]
-    if not waits or share is None or not engine.get("layers"):  # the free model waits where it is called
-        return None
-    return float(waits["p50"] * share)
+    """Of a step: the median, which with 128 tokens an answer is a step without prompts."""
+    return engine["host_ms"].get("p50") if engine.get("layers") else None  # the free model waits where it is called
 
 
 def _after(served_ms: float, engine: Record) -> float:
@@ -44,6 +41,8 @@ GOALS = (
     Goal("tokens/s over the engine's own", "steady", 256, lambda served, _: served["share_of_engine"], "0.95", True),
     Goal("between tokens, p50 over a step", "streams", 256, _over_step("p50"), "1.05"),
     Goal("between tokens, p99 over a step", "streams", 256, _over_step("p99"), "2.0"),
+    Goal("between tokens, p99 over the engine's p99", "streams", 256,
+         lambda served, engine: served["between_tokens_ms"]["p99"] / engine["between_tokens_ms"]["p99"], "1.1"),
     Goal("tokens/s over 60,000, or 0.95 of the engine's", "steady", 1024,
          lambda served, engine: served["tokens_per_second"] / min(60_000.0, 0.95 * engine["tokens_per_second"]),
          "1", True),

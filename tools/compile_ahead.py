@@ -70,8 +70,8 @@ def compile_cases(folder: Path, ops: list[str]) -> None:
 
 def compile_models(folder: Path, number: int) -> None:
     import torch
-    from benchmarks.kernels.bits import num_tokens
 
+    from benchmarks.kernels.bits import num_tokens
     from dsv4.ops import TRITON
     from dsv4.testing import model_cuts
     from dsv4.testing.random_shapes import FAMILY, random_model

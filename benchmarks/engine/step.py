@@ -79,11 +79,11 @@ def decode(llm: LLM, requests: list[Any], num_steps: int, num_profiled: int, num
     engine = llm.engine
     while not all(len(request.token_ids) > request.prompt_len + 4 for request in requests):
         engine.step()
-    waited, started = engine.stats().seconds_waiting, time.perf_counter()
+    waited, started = engine.seconds_waiting, time.perf_counter()
     for _ in range(num_steps):
         engine.step()
     wall = (time.perf_counter() - started) / num_steps
-    host = wall - (engine.stats().seconds_waiting - waited) / num_steps
+    host = wall - (engine.seconds_waiting - waited) / num_steps
     for _ in range(num_profiles):  # the first profile of a process starts slowly
         launches = launches_of(lambda: [engine.step() for _ in range(num_profiled)], llm.cache.device)
     num_running = sum(not request.is_done for request in requests)

@@ -43,6 +43,9 @@ class Group(Protocol):
     def all_to_all(self, mine: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         """uint8 rows [sum(num_sent), W], those for rank 0 first -> [sum(num_received), W], those of rank 0 first."""
 
+    def broadcast(self, data: Tensor) -> None:
+        """uint8 [B]: those of rank 0, written in place on every other rank."""
+
 
 class TorchGroup:
     """A process group of torch.
@@ -80,6 +83,11 @@ class TorchGroup:
             lambda: self._group.alltoall_base(received, mine.contiguous(), list(num_received), list(num_sent))
         )
         return received
+
+    def broadcast(self, data: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._wait(lambda: self._group.broadcast([data], options))
 
     def _wait(self, start: Callable[[], Any]) -> None:
         self._tick()
@@ -141,6 +149,10 @@ class CheckedGroup:
         for sender, rows in enumerate(received.split(list(num_received))):
             self._compare(sender, rows, expected[sender])
         return received
+
+    def broadcast(self, data: Tensor) -> None:
+        self._inner.broadcast(data)
+        self._compare(0, data, self._inner.all_gather(_checksum(data))[0])
 
     def _compare(self, sender: int, data: Tensor, expected: Tensor) -> None:
         if not torch.equal(_checksum(data), expected):

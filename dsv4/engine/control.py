@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -23,9 +24,11 @@ from dsv4.engine.offload.pool import ExpertPool
 from dsv4.engine.profile import Profiler
 from dsv4.engine.request import WeightsIncomplete
 from dsv4.engine.sleep import CACHE, WEIGHTS, Sleeper
-from dsv4.engine.weight_inbox import WeightInbox
-from dsv4.engine.weight_target import WeightTarget
-from dsv4.engine.weight_update import IncomingWeights, WeightSource, WeightUpdate, open_source
+from dsv4.engine.weights.group import Coming
+from dsv4.engine.weights.inbox import WeightInbox
+from dsv4.engine.weights.shared import SharedTensors
+from dsv4.engine.weights.target import WeightTarget
+from dsv4.engine.weights.update import IncomingWeights, WeightSource, WeightUpdate, open_source
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.memory_source import TensorSource
 from dsv4.loader.progress import Progress
@@ -64,7 +67,7 @@ class EngineControl:
         self._verbs: dict[str, Callable[..., Any]] = {
             "pause": self.pause, "resume": self.resume, "reset_prefix_cache": self.reset_prefix_cache,
             "update_weights": self.update_weights, "set_weight_version": self.set_weight_version,
-            "init_group": self.init_group, "receive_weights": self.receive_weights,
+            "init_group": self.init_group, "receive_weights": self.receive_weights, "take_weights": self.take_weights,
             "finish_update": self.finish_update, "sleep": self.sleep, "wake": self.wake, "info": self.info,
             "start_profile": profiler.start, "stop_profile": profiler.stop,
         }  # fmt: skip
@@ -128,37 +131,48 @@ class EngineControl:
     ) -> str:  # fmt: skip
         """See `Controls.update_weights`."""
         self._check_update(version)
-        if not isinstance(source, (str, Path)):
-            self._check_alone("tensors can be given")
         self._inbox.incoming = None
-        llm, target = self._llm, self._target(search_scales)
+        llm, target = self._llm, self._sharing_target(search_scales)
         checkpoint = open_source(source, llm.config)
         if checkpoint is None:
             incoming = IncomingWeights(target, lambda: self._begin(clear_cache))
             for pair in cast(Iterable[tuple[str, Tensor]], source):
                 incoming.add(*pair)
             incoming.finish()
-        else:
+            return self._end(version, target.digest.hexdigest())
+        with closing(checkpoint):
             update = WeightUpdate(checkpoint, target)
-            on_disk = None if isinstance(checkpoint, TensorSource) else checkpoint
-            digest = weights_digest(on_disk, llm.config)
-            self._check_shares(on_disk, search_scales)
+            if isinstance(checkpoint, TensorSource):
+                self._begin(clear_cache)
+                update.run(progress)
+                return self._end(version, target.digest.hexdigest())
+            digest = weights_digest(checkpoint, llm.config)
+            self._check_shares(checkpoint, search_scales)
             self._begin(clear_cache)
             self._write(update, progress)
-            if on_disk is not None:
-                return self._end(version, digest, on_disk)
-        return self._end(version, target.digest.hexdigest())
+            return self._end(version, digest, checkpoint)
+
+    def take_weights(self, tensors: Sequence[Mapping[str, Any]], version: str | None = None) -> str | None:
+        """Tensors of another process that shares a GPU with this one (weights/shared.py). What is whole with them is
+        written, all of it checked before; nothing of theirs is needed afterwards. Returns as `receive_weights`."""
+        self._check_update(version)
+        incoming = self._inbox.next(lambda: self._incoming(self._sharing_target()))
+        with closing(SharedTensors(tensors)) as given:
+            is_whole = self._inbox.take(incoming, given)
+        return self._end(version, incoming.target.digest.hexdigest()) if is_whole else None
 
     def init_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, backend: str = "nccl",
         group_name: str = "weight_update_group", timeout: float | None = None,
-    ) -> None:  # fmt: skip
-        """Join the trainer's group, for `receive_weights`; `timeout` in seconds, also of every receipt."""
-        self._check_alone("a group can be joined")
-        self._inbox.join(
-            self._llm.model.weights.embed.device, master_address, master_port, rank=rank_offset,
-            world_size=world_size, backend=backend, name=group_name, timeout=timeout,
-        )  # fmt: skip
+    ) -> Future[Any]:  # fmt: skip
+        """Join the trainer's group, for `receive_weights`; `timeout` in seconds, also of every receipt. Each rank has a
+        place in it, from `rank_offset` on. Done once all are there."""
+        group: dict[str, Any] = {
+            "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
+            "world_size": world_size, "backend": backend, "group_name": group_name, "timeout": timeout,
+        }  # fmt: skip
+        self._let_join(group)
+        return self._inbox.join(self._llm.model.weights.embed.device, **group)
 
     def receive_weights(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], version: str | None = None
@@ -166,12 +180,28 @@ class EngineControl:
         """Tensors that the trainer's group sends now (`init_group`). A layer is written once it is whole; until the
         model is, the engine refuses to go on. Returns the version then, None before."""
         self._check_update(version)
-        incoming = self._inbox.incoming or IncomingWeights(self._target(), lambda: self._begin(clear_cache=False))
-        if self._inbox.receive(incoming, names, dtypes, shapes):
-            return self._end(version, incoming.target.digest.hexdigest())
-        return None
+        group, coming = self._inbox.group(), Coming(names, dtypes, shapes)
+        incoming = self._inbox.next(lambda: self._incoming(self._target()))
+        incoming.announce(coming.infos())
+        with self._receiving(coming, incoming):
+            is_whole = self._inbox.receive(incoming, group, coming)
+        return self._end(version, incoming.target.digest.hexdigest()) if is_whole else None
 
-    def _check_shares(self, folder: Checkpoint | None, search_scales: bool) -> None:
+    def _incoming(self, target: WeightTarget) -> IncomingWeights:
+        return IncomingWeights(target, lambda: self._begin(clear_cache=False))
+
+    def _sharing_target(self, search_scales: bool = False) -> WeightTarget:
+        """For tensors of this process, or that it can read."""
+        return self._target(search_scales)
+
+    def _let_join(self, group: Mapping[str, Any]) -> None:
+        """Other ranks."""
+
+    def _receiving(self, coming: Coming, incoming: IncomingWeights) -> AbstractContextManager[None]:
+        """While this rank receives, others do."""
+        return nullcontext()
+
+    def _check_shares(self, folder: Checkpoint, search_scales: bool) -> None:
         """Of other ranks: that they can take theirs."""
 
     def _write(self, update: WeightUpdate, progress: Progress = False) -> None:
@@ -222,10 +252,6 @@ class EngineControl:
         self._inbox.check_empty()
         self._llm.engine.gate.set_version(version)
         return version
-
-    def _check_alone(self, what: str) -> None:
-        if self._llm.num_ranks > 1:
-            raise RequestError(f"{what} only with gpus=1: several ranks take new weights from a folder")
 
     def _check_still(self, what: str) -> None:
         if self._llm.engine.has_work:

@@ -92,7 +92,7 @@ class Engine:
         self.gate = Gate()
         self._experts = experts
         self._num_output_tokens = 0
-        self._seconds_waiting = 0.0
+        self.seconds_waiting = 0.0  # how long the host has waited for results
         self._verifier = HitVerifier(cache, lambda: self.runner)
 
     @property
@@ -136,7 +136,7 @@ class Engine:
             num_expert_hits=moved.num_hits,
             num_expert_misses=moved.num_misses,
             num_expert_bytes=moved.bytes_moved,
-            seconds_waiting=self._seconds_waiting,
+            seconds_waiting=self.seconds_waiting,
             num_verified_hits=self._verifier.num_verified,
             num_wrong_hits=self._verifier.num_wrong,
             drafts=None if self._drafts is None else self._drafts.stats(),
@@ -307,7 +307,7 @@ class Engine:
             started = time.perf_counter()
             self._read_drafts()
             found = flight.drawn.wait()
-            self._seconds_waiting += time.perf_counter() - started
+            self.seconds_waiting += time.perf_counter() - started
             flight.scores.read()
             offers, drawn = self._offers(flight), flight.outcomes(found)
             flight.tell_experts(self.observers, drawn)

@@ -3,19 +3,17 @@
 The checkpoint (every header, and samples of every file's bytes; its config and tokenizer; of tensors that came from no
 file, sums of all their bytes), the numerics, this package's own arithmetic, the libraries, and the processor. What
 provably changes no bit is left out: limits, chunk sizes, offloading, the number of GPUs. Files are sampled, not read: a
-checkpoint edited in a few places between two samples keeps its name. `checkpoint_parts` reads every byte, and says
-which layer it is that differs.
+checkpoint edited in a few places between two samples keeps its name. `checkpoint_parts` (tools/receipts/digests.py)
+has every byte, and says which layer it is that differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,13 +23,11 @@ import torch
 from dsv4 import __version__
 from dsv4.cache.schema import CacheSchema
 from dsv4.config import ModelConfig
-from dsv4.loader.checkpoint import Checkpoint, TensorInfo
-from dsv4.loader.progress import Progress, byte_progress
+from dsv4.loader.checkpoint import Checkpoint
 from dsv4.ops.lib.assembler import assembler_of
 
 IN_MEMORY = "memory"  # instead of a digest: parameters that came from no checkpoint
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
-_PIECE_BYTES = 2**22
 _LINE_BYTES = 256
 _ARITHMETIC = ("formats", "ops", "model", "cache")  # the parts whose code decides what is in a row, and where
 _NAME_DIGITS = 12
@@ -69,7 +65,7 @@ def identify(checkpoint: str, *, numerics: str, dtype: torch.dtype, backend: str
     return Identity(
         checkpoint=checkpoint,
         numerics=numerics if numerics == "official" else f"{numerics}.{str(dtype).removeprefix('torch.')}",
-        kernels=_digest([source_digest(_ARITHMETIC), backend, *libraries]),
+        kernels=digest_of([source_digest(_ARITHMETIC), backend, *libraries]),
         libraries=", ".join(libraries),
         processor=_processor(device),
         package=f"{__version__} {source_digest(('',))}",
@@ -81,7 +77,7 @@ def run_fingerprint(identity: Identity, config: ModelConfig, schema: CacheSchema
     pools = [(one.name, one.layer_ids, one.shape[1:], one.itemsize) for one in schema.paged_pools]
     pools += [(one.name, one.layer_ids, one.shape[1:], one.itemsize) for one in schema.snapshot_pools]
     facts = (identity.checkpoint, identity.numerics, identity.kernels, identity.processor)
-    return _digest([*facts, repr(config), repr(pools)])
+    return digest_of([*facts, repr(config), repr(pools)])
 
 
 # ---- weights ----
@@ -91,7 +87,7 @@ def weights_digest(checkpoint: Checkpoint | None, config: ModelConfig) -> str:
     """Of weights (sampled), config and tokenizer, as they lie on the disk now."""
     if checkpoint is None:
         return IN_MEMORY
-    return _digest([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
+    return digest_of([checkpoint_digest(checkpoint), *config_parts(checkpoint, config).values()])
 
 
 class TensorsDigest:
@@ -115,7 +111,7 @@ class TensorsDigest:
     def hexdigest(self) -> str:
         """The same in any order of tensors."""
         sums = torch.stack([one.to(self._sums[0].device) for one in self._sums]).cpu().numpy()
-        return _digest(sorted(f"{name} {one.tobytes().hex()}" for name, one in zip(self._names, sums, strict=True)))
+        return digest_of(sorted(f"{name} {one.tobytes().hex()}" for name, one in zip(self._names, sums, strict=True)))
 
 
 def checkpoint_digest(checkpoint: Checkpoint) -> str:
@@ -133,46 +129,11 @@ def checkpoint_digest(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def checkpoint_parts(checkpoint: Checkpoint, config: ModelConfig, progress: Progress = False) -> dict[str, str]:
-    """A digest of every byte of each layer, each draft block and the rest, of the config and of the tokenizer. Where a
-    tensor lies does not matter. Reads the whole checkpoint, on several threads."""
-    units: dict[str, list[str]] = {}
-    infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
-    with (
-        byte_progress(progress, checkpoint.nbytes, "reading the weights once more, for their digests") as advance,
-        ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
-    ):
-        for info, digest in zip(infos, threads.map(_tensor_digest, infos), strict=True):
-            units.setdefault(_unit(info.name), []).append(repr((info.name, info.dtype, info.shape, digest)))
-            advance(info.nbytes)
-    return {**config_parts(checkpoint, config), **{unit: _digest(tensors) for unit, tensors in units.items()}}
-
-
 def config_parts(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
     """Digests of what is beside the weights; the config as it was understood, not its spelling."""
     file = checkpoint.path / "tokenizer.json"
     words = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() if file.is_file() else "none"
-    return {"config.json": _digest([repr(config)]), "tokenizer.json": words}
-
-
-def _tensor_digest(info: TensorInfo) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with info.file.open("rb") as stream:
-        stream.seek(info.start)
-        left = info.nbytes
-        while left:
-            piece = stream.read(min(left, _PIECE_BYTES))
-            if not piece:
-                raise OSError(f"{info.file} ends before tensor {info.name!r} does; it was changed while it was read")
-            digest.update(piece)
-            left -= len(piece)
-    return digest.hexdigest()
-
-
-def _unit(name: str) -> str:
-    """`model.layers.3.mlp.gate.weight` -> `layers.3`."""
-    found = re.search(r"\b(layers|mtp)\.\d+", name)
-    return "embedding and head" if found is None else found[0]
+    return {"config.json": digest_of([repr(config)]), "tokenizer.json": words}
 
 
 # ---- code, libraries, processors ----
@@ -211,7 +172,7 @@ def _processor(device: torch.device) -> str:
     return ".".join(re.sub(r"[^A-Za-z0-9_]+", "-", word) for word in words)
 
 
-def _digest(parts: Iterable[str]) -> str:
+def digest_of(parts: Iterable[str]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode("utf-8"))

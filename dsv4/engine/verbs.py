@@ -11,7 +11,7 @@ from typing import Any
 from dsv4.engine.control import EngineControl
 from dsv4.engine.gate import PauseMode
 from dsv4.engine.serving import Serving
-from dsv4.engine.weight_update import WeightSource
+from dsv4.engine.weights.update import WeightSource
 from dsv4.loader.progress import Progress
 from dsv4.request import RequestError
 

@@ -276,6 +276,7 @@ class Server:
     def _card(self) -> ModelCard:
         return ModelCard(
             id=self.config.name, object="model", created=self._created, owned_by="dsv4",
+            root=self.config.root or self.config.name,
             max_model_len=self.jobs.max_context_tokens, default_sampling_params=dict(self.config.sampling_defaults),
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ class TlsFiles:
 class ServerConfig:
     """
     name               the model's name in requests and answers
+    root               what its checkpoint is called, where it is a shipped one; None: the same
     host, port         where to listen; the default host is loopback. Port 0 takes a free port
     allowed_hosts      further names in the Host header that are answered (a reverse proxy's); "*" answers to any.
                        Without them, a server on loopback answers to this machine's names, any other to all
@@ -54,6 +55,7 @@ class ServerConfig:
     """
 
     name: str
+    root: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()

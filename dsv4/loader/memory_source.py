@@ -24,7 +24,7 @@ class TensorSource(Checkpoint):
 
     def __init__(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        self._values = dict(pairs)
+        self.values = dict(pairs)
         label = Path("the given tensors")
         infos: dict[str, TensorInfo] = {}
         for name, tensor in pairs:
@@ -39,7 +39,7 @@ class TensorSource(Checkpoint):
         super().__init__(label, infos)
 
     def read(self, name: str) -> Tensor:
-        tensor = self._values[name].detach()
+        tensor = self.values[name].detach()
         return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor
 
     def close(self) -> None:

@@ -29,6 +29,10 @@ def shipped_names() -> list[str]:
     return sorted(path.parent.name for path in _demo_folder().glob("*/config.json"))
 
 
+def is_shipped(folder: Path) -> bool:
+    return folder.resolve().parent == _demo_folder().resolve()
+
+
 def shipped_text() -> Path:
     """Text held out from the shipped checkpoints' training, in the public domain."""
     file = _demo_folder() / "heldout.txt"

@@ -17,6 +17,7 @@ import pytest
 from server_cases import HEADERS
 
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.http.processes.supervisor import Supervisor
 from dsv4.request import RequestError
 from dsv4.tools.memory_check import check_gpu_memory
 
@@ -241,6 +242,15 @@ def test_impossible_options(dsv4, checkpoint, options, message):
     ran = dsv4("serve", "--model", checkpoint, *options)
     assert ran.code == 2
     assert message in ran.err
+
+
+def test_a_shipped_model_is_known_under_any_name(dsv4, checkpoint, monkeypatch):
+    """The page introduces the miniature; what another checkpoint's folder is called stays here."""
+    seen = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self._server) or 0)
+    for folder, root in (("flash-mini", "flash-mini"), (checkpoint, None)):
+        assert dsv4("serve", folder, "--name", "mine", "--port", "0", "--device", "cpu").code == 0
+        assert (seen[-1].name, seen[-1].root) == ("mine", root)
 
 
 def test_no_model(dsv4, tmp_path):

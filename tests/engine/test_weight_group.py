@@ -14,7 +14,7 @@ from weight_cases import LIMITS, answers, tensors
 
 from dsv4 import LLM
 from dsv4.engine.request import WeightsIncomplete
-from dsv4.engine.weight_group import WeightGroup
+from dsv4.engine.weights.group import WeightGroup
 from dsv4.loader.header import CheckpointError
 from dsv4.request import RequestError
 
@@ -65,7 +65,7 @@ def test_from_another_process(folders, expected):
         llm.control.obey("init_group", {
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo",
             "group_name": "weights",
-        })  # fmt: skip
+        }).result()  # fmt: skip
         version = llm.control.obey("receive_weights", {**headers(load_file(file)), "version": "7"})
         assert trainer.stdout.readline() == "sent\n"
     finally:
@@ -86,15 +86,17 @@ def joined(folders):
     trainer.start()
     llm.control.obey("init_group", {
         "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo",
-    })  # fmt: skip
+    }).result()  # fmt: skip
     trainer.join(30)
 
     def send(sent, **changes):
         sender = threading.Thread(target=made[0].send, args=(sent.items(),), daemon=True)
         sender.start()
-        version = llm.control.obey("receive_weights", {**headers(sent), **changes})
-        sender.join(30)
-        return version
+        try:
+            return llm.control.obey("receive_weights", {**headers(sent), **changes})
+        finally:
+            sender.join(30)
+            assert not sender.is_alive()
 
     return llm, send
 
@@ -123,6 +125,17 @@ def test_in_pieces(folders, expected, joined):
     assert llm.weights_digest == digest, "the same weights have the same name"
 
 
+def test_what_is_wrong_with_one_tensor_leaves_the_group_in_step(folders, expected, joined):
+    """The trainer sends all that it announced; the next update follows in the same group."""
+    llm, send = joined
+    new = tensors(folders[1])
+    table = next(name for name in new if name.endswith("tid2eid"))
+    with pytest.raises(CheckpointError, match="names expert"):
+        send({table: new[table] + 99, **{name: one for name, one in new.items() if name != table}})
+    send(new)
+    assert answers(llm) == expected[1]
+
+
 def test_what_does_not_fit_is_refused_before_it_is_received(folders, expected, joined):
     """Nobody sends here: an engine that waited for tensors, or made room for them, would not answer."""
     llm, _ = joined
@@ -149,8 +162,8 @@ def test_a_group_that_is_not_there(folders):
         llm.control.obey("receive_weights", {"names": [], "dtypes": [], "shapes": []})
     joining = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     with pytest.raises(RequestError, match="needs an engine on a GPU"):
-        llm.control.obey("init_group", joining)
+        llm.control.obey("init_group", joining).result()
     with pytest.raises(RequestError, match="no group at 127.0.0.1:9 in 1 s"):
-        llm.control.obey("init_group", {**joining, "backend": "gloo", "timeout": 1})
+        llm.control.obey("init_group", {**joining, "backend": "gloo", "timeout": 1}).result()
     with pytest.raises(RequestError, match="rank must be from 0 to 1"):
-        llm.control.obey("init_group", {**joining, "backend": "gloo", "rank_offset": 2})
+        llm.control.obey("init_group", {**joining, "backend": "gloo", "rank_offset": 2}).result()

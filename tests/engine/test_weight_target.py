@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from weight_cases import CONFIG, LIMITS, answers, tensors
 
 from dsv4 import LLM
-from dsv4.engine import weight_target
-from dsv4.engine.weight_target import WeightTarget
-from dsv4.engine.weight_update import IncomingWeights, WeightUpdate, open_source
+from dsv4.engine.weights import target as weight_target
+from dsv4.engine.weights.target import WeightTarget
+from dsv4.engine.weights.update import IncomingWeights, WeightUpdate, open_source
 from dsv4.formats.trees import tensors_of
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError

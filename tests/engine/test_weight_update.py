@@ -12,8 +12,8 @@ from engine_cases import assert_all_free
 from weight_cases import CONFIG, LIMITS, PARAMS, PROMPTS, answers, tensors
 
 from dsv4 import LLM, EngineConfig, SamplingParams
-from dsv4.engine import weight_target
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.weights import target as weight_target
 from dsv4.formats.tensors import WideWeight
 from dsv4.formats.trees import assign, tensors_of
 from dsv4.loader.header import CheckpointError

@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from server_cases import chat_body, make_llm, start_server
+from server_cases import NAME, chat_body, make_llm, start_server
 
 from dsv4.http.errors import ApiError
 from dsv4.http.gate import Gate
@@ -227,8 +227,9 @@ def test_request_ids(live):
 
 
 def test_defaults_of_the_checkpoint(served_params):
-    server = start_server(make_llm(served_params), sampling_defaults={"temperature": 0.0, "top_k": 7})
+    server = start_server(make_llm(served_params), sampling_defaults={"temperature": 0.0, "top_k": 7}, root="x")
     card = server.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["root"]) == (NAME, "x")
     assert card["default_sampling_params"] == {"temperature": 0.0, "top_k": 7}
     greedy = [server.chat(seed=seed).json()["choices"][0]["message"]["content"] for seed in (1, 2)]
     assert greedy[0] == greedy[1]

@@ -19,6 +19,7 @@ import torch
 from draft_cases import ForcedDrafts, truth_of
 from process_cases import children_of, descendants_of, free_port, ranks_under, wait_until_gone
 from rank_cases import SMALL
+from safetensors.torch import load_file
 
 from dsv4.cli.main import main
 from dsv4.config import ConfigError, EngineConfig
@@ -29,6 +30,8 @@ from dsv4.dist.world import _can_share_memory
 from dsv4.engine.fingerprint import Identity
 from dsv4.engine.offload.placement import OffloadError
 from dsv4.engine.ranks.load import check_alike, rank_device
+from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.weights.group import Coming, WeightGroup
 from dsv4.formats.tensors import as_loaded
 from dsv4.llm import LLM
 from dsv4.loader.header import CheckpointError
@@ -121,7 +124,7 @@ def check_commands(llm, alone):
     assert {output.weight_versions[-1][1] for _, output in (*requests, late)} == {"second"}
     llm.pause("wait")
     llm.resume()
-    with pytest.raises(RequestError, match="tensors can be given only with gpus=1"):
+    with pytest.raises(CheckpointError, match="layers"):
         llm.update_weights({})
     llm.engine.check_integrity()
 
@@ -153,6 +156,59 @@ def test_new_weights_and_sleep_on_two_ranks(folder, tmp_path):
         assert answers() == wanted[folder if level == 1 else other]
     llm.engine.check_integrity()
     llm.close()
+
+
+def test_new_tensors_on_two_ranks(folder, tmp_path):
+    """Of this process, whole and one by one, and of a trainer's group, in which each rank has a place: each rank takes
+    its experts. What one rank cannot take, none writes."""
+    other = write_checkpoint(tmp_path / "other", SMALL, seed=7)
+    wanted = {path: found(LLM(path, engine=LIMITS)) for path in (folder, other)}
+    assert wanted[folder] != wanted[other]
+    new, old = (load_file(next(path.glob("*.safetensors"))) for path in (other, folder))
+    llm = LLM(folder, engine=LIMITS, gpus=2, check_exchange=True)
+    llm.update_weights(new)
+    assert found(llm) == wanted[other]
+    digest = llm.weights_digest
+    llm.update_weights(iter(reversed(old.items())))
+    assert found(llm) == wanted[folder]
+
+    plain = {name: one for name, one in new.items() if ".w1." not in name or "layers.1.ffn.experts." not in name}
+    for expert_idx in range(SMALL.n_routed_experts):
+        values = torch.randn(SMALL.moe_intermediate_size, SMALL.hidden_size).bfloat16()
+        plain[f"layers.1.ffn.experts.{expert_idx}.w1.weight"] = values
+    values[3, 4] = torch.nan  # of the last expert, which is rank 1's
+    with pytest.raises(CheckpointError, match=r"layers.1.ffn.experts.5.w1.weight holds NaN"):
+        llm.update_weights(plain)
+    assert found(llm) == wanted[folder], "the old weights run on"
+    with pytest.raises(CheckpointError, match="no whole model"):
+        llm.update_weights(iter(list(new.items())[:-1]))
+    with pytest.raises(WeightsIncomplete):
+        found(llm)
+    llm.update_weights(old)
+    assert found(llm) == wanted[folder]
+
+    port = free_port()
+    group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "backend": "gloo"}
+    with pytest.raises(RequestError, match="world_size must leave room for 2 ranks from rank_offset 1 on, found 2"):
+        llm.control.obey("init_group", {**group, "world_size": 2})
+    with ThreadPoolExecutor(1) as trainer:
+        making = trainer.submit(WeightGroup, "127.0.0.1", port, rank=0, world_size=3)
+        llm.control.obey("init_group", {**group, "world_size": 3}).result(60)
+        items = list(new.items())
+        llm.pause()
+        for part, version in ((items[:20], None), (items[20:50], None), (items[50:], "7")):
+            sending = trainer.submit(making.result(30).send, part)
+            assert llm.control.obey("receive_weights", {**Coming.of(dict(part))._asdict(), "version": "7"}) == version
+            sending.result(30)
+        llm.resume()
+        assert found(llm) == wanted[other]
+        assert (llm.weights_digest, llm.weight_version) == (digest, "7")
+    llm.engine.check_integrity()
+    llm.close()
+
+
+def found(llm):
+    return [(one.token_ids, one.logprobs) for one in llm.generate(PROMPTS, PARAMS)]
 
 
 def test_four_processes_and_one_killed_while_nothing_runs(folder):

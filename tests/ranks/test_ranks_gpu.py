@@ -14,7 +14,10 @@ from process_cases import children_of, wait_until_gone
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-SHARED = os.environ | {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "PYTHONPATH": str(ROOT)}  # torch's own switch
+SHARED = os.environ | {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch's own switch
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+}
 COMMAND = [sys.executable, "-m", "dsv4", "generate", "SCENE I.", "--device", "cuda", "--gpus", "2", "--seed", "3"]
 
 

@@ -237,3 +237,11 @@ def test_a_missing_marker_is_named():
     markerless = Tokenizer({**DEFINITION, "added_tokens": DEFINITION["added_tokens"][:2]}, "markerless")
     with pytest.raises(TokenizerError, match="markerless has no special token '<｜User｜>'"):
         encode_chat(markerless, [{"role": "user", "content": "a"}])
+
+
+def test_no_text_has_fewer_tokens_than_is_said:
+    """By the longest token of the vocabulary and of the added ones."""
+    tokenizer = Tokenizer(byte_tokenizer(300), "made")
+    longest = max(map(len, tokenizer._full.get_vocab(with_added_tokens=True)))
+    assert tokenizer.least_tokens(100 * longest) == 100
+    assert tokenizer.least_tokens(100 * longest - 1) == 99

@@ -20,7 +20,7 @@ from dsv4.http.processes.supervisor import Supervisor
 from dsv4.http.settings import MIB, ServerConfig, TlsFiles
 from dsv4.http.telemetry.logs import log_config
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
-from dsv4.loader.shipped import how_to_install
+from dsv4.loader.shipped import how_to_install, is_shipped
 from dsv4.text.chat import effort_profile
 from dsv4.tools.auto.choose import choose_for
 from dsv4.tools.auto.machine import read_machine
@@ -234,6 +234,7 @@ def serve_command(
     found = choose_for(folder, config, wishes, machine.as_if_idle() if "WORLD_SIZE" in os.environ else machine, dtype)
     settings = ServerConfig(
         name=name if name is not None else model_name(chosen, folder),
+        root=folder.name if is_shipped(folder) else None,
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),

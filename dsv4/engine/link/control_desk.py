@@ -24,20 +24,28 @@ def reply_to(client: ClientConnection, number: int) -> Future[Any]:
     return answer
 
 
+def _pass_on(done: Future[Any], answer: Future[Any]) -> None:
+    """What is done is an object of the engine's own."""
+    error = done.exception()
+    answer.set_result(None) if error is None else answer.set_exception(error)
+
+
 class ControlDesk:
     """end_early  ends the named requests and returns how many it ended
     announce   tells clients which weights run: their fingerprint and version
+    later      has the engine's thread call something, from any thread
     """
 
     def __init__(
         self, control: EngineControl, end_early: Callable[[Callable[[str], bool]], int],
-        announce: Callable[[str, str], None],
+        announce: Callable[[str, str], None], later: Callable[[Callable[[], None]], None],
     ) -> None:  # fmt: skip
-        self._control, self._end_early, self._announce = control, end_early, announce
+        self._control, self._end_early, self._announce, self._later = control, end_early, announce, later
         self._pausing: list[Future[Any]] = []
 
     def obey(self, verb: str, arguments: Mapping[str, Any], answer: Future[Any]) -> None:
-        """`abort` takes the `names` of requests, or None for all; a pause is answered once nothing runs any more."""
+        """`abort` takes the `names` of requests, or None for all; a pause is answered once nothing runs any more, and
+        what goes on in another thread once that is done."""
         try:
             if verb == "abort":
                 names = arguments.get("names")
@@ -56,6 +64,8 @@ class ControlDesk:
             return
         if verb == "pause":
             self._pausing.append(answer)
+        elif isinstance(result, Future):
+            result.add_done_callback(lambda done: self._later(lambda: _pass_on(done, answer)))
         else:
             answer.set_result(result)
 

@@ -103,7 +103,7 @@ class EngineLoop:
         self._is_draining = self._is_over = self._is_closed = False
         self.failure: Exception | None = None
         self.last_error: Exception | None = None
-        self._desk = ControlDesk(control, self._end_early, self._announce)
+        self._desk = ControlDesk(control, self._end_early, self._announce, self._call)
         self._throughput = ThroughputLog(engine.stats())
         engine.sizes.when_failed(lambda error: self._call(lambda: self._fail(error)))
         for one in engine.sizes.sockets:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from types import FrameType
@@ -78,6 +78,10 @@ class RanksEngine:
         self._pauses = [one for one in self._pauses if not one.done()]
         is_running = not self.gate.is_still and (len(self._router) > 0 or any(one.num_open for one in self.remotes))
         return is_running or bool(self._pauses) or self.own.has_work
+
+    @property
+    def seconds_waiting(self) -> float:
+        return self.own.seconds_waiting
 
     @property
     def has_idle_work(self) -> bool:
@@ -156,7 +160,7 @@ class RanksEngine:
         own = self.own.stats()
         total = reduce(operator.add, [one.load.stats for one in self.remotes if one.load.stats is not None], own)
         return replace(
-            total, seconds_waiting=own.seconds_waiting, num_steps=self.sizes.num_rounds,
+            total, seconds_waiting=self.seconds_waiting, num_steps=self.sizes.num_rounds,
             num_waiting=total.num_waiting + len(self._router), num_aborted=total.num_aborted + self._num_aborted,
             num_failed=total.num_failed + self._num_failed,
         )  # fmt: skip
@@ -190,8 +194,18 @@ class RanksEngine:
         return self.answers(self.ask_all(verb, **arguments), patience)
 
     def ask_all(self, verb: str, **arguments: Any) -> list[Future[Any]]:
-        """`answers` are for later."""
-        return [one.control(verb, arguments) for one in self.remotes]
+        """`answers` are for later. All of it is sent: what follows may wait for the others."""
+        asked = [one.control(verb, arguments) for one in self.remotes]
+        with self._ending():
+            for one in self.remotes:
+                while not one.finish_sending(_WAIT_SECONDS):
+                    if self._link.failure is not None:
+                        raise self._link.failure
+        return asked
+
+    def working(self) -> AbstractContextManager[None]:
+        """Around what ranks do together, besides steps."""
+        return self._link.working()
 
     def answers(self, asked: Sequence[Future[Any]], patience: float = _PATIENCE_SECONDS) -> list[Any]:
         """One of each other rank. Steps that they have begun go on meanwhile."""

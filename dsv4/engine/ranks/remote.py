@@ -116,6 +116,13 @@ class RemoteRank(Rank):
         except OSError:
             self.is_lost = True
 
+    def finish_sending(self, seconds: float) -> bool:
+        """Whether nothing is left to send, or nobody to read it; waits for the rank, which reads between two steps."""
+        if self._unsent and not self.is_lost:
+            select.select([], [self.socket], [], seconds)
+            self.flush()
+        return not self._unsent or self.is_lost
+
     # ---- what is heard ----
 
     @property

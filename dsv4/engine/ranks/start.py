@@ -32,7 +32,7 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
     own = Engine(model, cache, runner=runner, experts=llm.pool, drafts=choice, sizes=agreement)
     llm.engine = own
     if world.rank:
-        connection, control = world.mesh.requests[0], ShareControl(llm, backend, world.progress)
+        connection, control = world.mesh.requests[0], ShareControl(llm, backend, world.progress, world.group)
         serve_rank(
             own, control, engine_info(llm), connection, world.follower, world.progress, constrain=_constrain(llm)
         )  # fmt: skip
@@ -41,7 +41,7 @@ def take_place(llm: Any, world: World, runner: Runner, choice: FixedDrafts | Non
         raise SystemExit(0)
     remotes = [RemoteRank(rank, world.mesh.requests[rank]) for rank in range(1, world.size)]
     ranks = RanksEngine(own, agreement, remotes, world.leader)
-    llm.control = RanksControl(weakref.proxy(llm), backend, ranks)
+    llm.control = RanksControl(weakref.proxy(llm), backend, ranks, world.group)
     llm.model = LeadingTransformer(model, agreement)
     return ranks
 

@@ -1,9 +1,8 @@
 """What the last `dsv4 selftest` said of this GPU's kernels, for the engine to ask before it uses them.
 
-One JSON file in the user's cache folder (`$XDG_CACHE_HOME/dsv4/selftest`, or `~/.cache/...`) for each GPU, driver,
-version of the kernels and of the libraries that compile them; and one for each checkpoint's shapes on them. Without a
-file nothing is known, and the kernels are used. A kernel that failed is refused; one that cannot run on the
-architecture is served by its oracle.
+One JSON file in the user's cache folder (user_cache.py) for each GPU, driver, version of the kernels and of the
+libraries that compile them; and one for each checkpoint's shapes on them. Without a file nothing is known, and the
+kernels are used. A kernel that failed is refused; one that cannot run on the architecture is served by its oracle.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +19,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.engine.fingerprint import source_digest
+from dsv4.engine.user_cache import cache_file, read_json, write_json
 from dsv4.errors import Dsv4Error
 from dsv4.loader.header import TensorInfo
 from dsv4.ops import TORCH, Backend
@@ -64,30 +63,21 @@ def model_key(device: torch.device, config: ModelConfig, tensors: Iterable[Tenso
 
 
 def verdict_file(key: dict[str, str]) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsv4" / "selftest"
     name = re.sub(r"[^a-z0-9]+", "-", key["gpu"].lower()).strip("-")
-    return folder / f"{name}-{hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()}.json"
+    return cache_file("selftest", f"{name}-{hashlib.blake2b(json.dumps(key).encode(), digest_size=8).hexdigest()}")
 
 
 def write_verdict(verdict: KernelVerdict) -> Path | None:
-    """Whole or not at all; None where the folder cannot be written."""
-    file = verdict_file(verdict.key)
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(verdict), indent=1), encoding="utf-8")
-        partial.replace(file)
-    except OSError:
-        return None
-    return file
+    """None where it cannot be written."""
+    return write_json(verdict_file(verdict.key), asdict(verdict))
 
 
 def read_verdict(key: dict[str, str]) -> KernelVerdict | None:
     """None where there is none, or one that cannot be read."""
+    found = read_json(verdict_file(key))
     try:
-        found = json.loads(verdict_file(key).read_text(encoding="utf-8"))
         verdict = KernelVerdict(found["key"], tuple(found["failed"]), tuple(found["missing"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
     return verdict if verdict.key == key else None
 

@@ -49,6 +49,7 @@ class ModelCard(Answer):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     default_sampling_params: dict[str, float] | None = None
 

@@ -1,5 +1,5 @@
 // ---- one answer: its stream, and what is shown while it comes ----
-let running = null, model = "";
+let running = null, model = "", root = "";  // root: the checkpoint, whatever the server calls it
 const headers = () => $("key").value ? { Authorization: "Bearer " + $("key").value } : {};
 
 class KeyNeeded extends Error {}

@@ -33,7 +33,7 @@ function showChat() {
 }
 const OPENINGS = ["SCENE I. A street in Verona.", "And it came to pass", "Once upon a time"];
 function introduction() {
-  if (!model.startsWith("flash-mini")) return make("p", "empty", "Ask something.");
+  if (!root.startsWith("flash-mini")) return make("p", "empty", "Ask something.");
   const node = make("div", "empty"), buttons = OPENINGS.map((text) => action(text, () => { setText(text); $("text").focus(); }));
   node.append(make("p", "", `${model} is a miniature of DeepSeek-V4 with 13 million parameters. It has read a few old books and answers nothing: what it writes sounds like them. Begin with`), actions(...buttons));
   return node;
@@ -112,7 +112,7 @@ async function withKey(run) {
 async function findModel() {
   try {
     const body = await withKey(async () => (await reach("/v1/models", { headers: headers() })).json());
-    model = body.data[0].id; $("model").textContent = model;
+    ({ id: model, root } = body.data[0]); $("model").textContent = model;
     if (!chat.messages.length) showChat();
   } catch (error) { model = ""; $("model").textContent = error.message; }
 }

@@ -120,11 +120,14 @@ def _moe_shared(model: str, fmt: QuantFormat, tokens: int) -> BenchCase:
     def build(device: torch.device) -> Work:
         routed, shared = random_layer(model, fmt, device, 1)
         x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        op = op_call("moe_shared", x=x, routed=routed, shared=shared, out=out, top_k=top_k, limit=LIMIT)
 
-        call = op_call(
-            "moe_shared", x=x, routed=routed, shared=shared, out=torch.empty_like(x), top_k=top_k, limit=LIMIT
-        )
-        return Work(call, 3 * dim * width + nbytes(x), nbytes(x), 6 * tokens * dim * width)
+        def call() -> torch.Tensor:
+            op()
+            return out
+
+        return Work(call, 3 * dim * width + nbytes(x), nbytes(x), 6 * tokens * dim * width, op=op)
 
     shape: dict[str, int | str] = {"tokens": tokens, "dim": dim, "width": width, "top_k": top_k}
     return BenchCase("moe_shared", f"{model}-{fmt.value}-{tokens}", shape, build)

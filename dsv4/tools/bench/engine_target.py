@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +38,8 @@ class EngineTarget:
             long = self._prepare(load, prompt, INTRUDER_OUTPUT, 0)
         tokens: dict[int, list[float]] = defaultdict(list)  # by the request's identity, as those below
         begun: dict[int, float] = {}
-        started, waited = time.monotonic(), engine.stats().seconds_waiting
+        host = array("d")  # seconds of each step in which the host did something else than wait
+        started, waited = time.monotonic(), engine.seconds_waiting
         num_begun = num_ended = 0
         try:
             while num_begun < len(requests) or engine.has_work:
@@ -54,7 +56,9 @@ class EngineTarget:
                     if arrivals is not None:
                         time.sleep(max(0.0, started + arrivals[num_ended] - time.monotonic()))
                     continue
+                before, began = engine.seconds_waiting, time.perf_counter()
                 parts, now = engine.step().parts, time.monotonic()
+                host.append(time.perf_counter() - began - (engine.seconds_waiting - before))
                 for request in (request for part in parts for request in part.requests):
                     tokens[id(request)].append(now)
                 for request in (request for part in parts for request in part.ended):
@@ -63,13 +67,13 @@ class EngineTarget:
         finally:
             for request in (*requests, *([] if long is None else [long])):
                 engine.abort(request)
-        host_share = 1 - (engine.stats().seconds_waiting - waited) / (time.monotonic() - started)
+        host_share = 1 - (engine.seconds_waiting - waited) / (time.monotonic() - started)
 
         def seen(request: Any) -> Timeline:
             return Timeline(begun[id(request)], tokens[id(request)], request.error)
 
         intruder = None if id(long) not in begun else seen(long)
-        return Observed([seen(request) for request in requests], intruder, host_share)
+        return Observed([seen(request) for request in requests], intruder, host_share, host)
 
     def _prepare(self, load: Load, prompt: list[int], output: int, seed: int) -> Any:
         return self._engine.prepare(prompt, SamplingParams(

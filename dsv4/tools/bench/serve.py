@@ -44,6 +44,7 @@ class ServeReport:
     request_ms: dict[str, float]
     intruder: dict[str, Any] | None
     host_share: float | None
+    host_ms: dict[str, float]
     clients: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def measure_load(
         first_token_ms=spread(one.tokens[0] - one.started for one in good),
         between_tokens_ms=spread(gaps_of(good)), request_ms=spread(one.tokens[-1] - one.started for one in good),
         intruder=None if seen.intruder is None else beside(seen.intruder, good),
-        host_share=None if seen.host_share is None else round(seen.host_share, 4), clients=seen.clients,
+        host_share=None if seen.host_share is None else round(seen.host_share, 4),
+        host_ms=spread(seen.host), clients=seen.clients,
     )  # fmt: skip
     return report, seen
 

@@ -143,9 +143,10 @@ class Timeline:
 @dataclass(frozen=True)
 class Observed:
     """The result of a load. `host_share`: the part of the time in which an engine's host did something else than wait;
-    `clients`: processes, their CPU seconds, and the busiest one's share of a core."""
+    `host`: its seconds of each step; `clients`: processes, their CPU seconds, and the busiest one's share of a core."""
 
     timelines: list[Timeline]
     intruder: Timeline | None = None
     host_share: float | None = None
+    host: Sequence[float] = ()
     clients: dict[str, float] = field(default_factory=dict)

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Literal
 
-from dsv4.engine.fingerprint import checkpoint_parts
 from dsv4.llm import LLM
 from dsv4.loader.progress import Progress
+from dsv4.tools.receipts.digests import checkpoint_parts
 from dsv4.tools.receipts.files import RecordFile
 from dsv4.tools.receipts.lines import Answer, Gap, Header, gap_line, header_line, now, request_line
 
@@ -27,7 +27,7 @@ _MAX_PENDING = 1024  # answers that wait for the disk; more are lost, and counte
 
 
 def header_of(llm: LLM, *, hashes_only: bool = False, progress: Progress = False) -> Header:
-    """What runs here. Reads every byte of the checkpoint once more."""
+    """What runs here. Reads every byte of the checkpoint once more, unless its digests are kept (digests.py)."""
     limits, checkpoint = llm.cache.limits, llm.checkpoint
     return Header(
         identity=asdict(llm.identity()),

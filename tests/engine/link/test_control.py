@@ -8,13 +8,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from engine_cases import assert_all_free
 from link_cases import connected, output_of, start_engine
 from weight_cases import LIMITS, PARAMS, PROMPTS, answers, begin, finish, load
 
 from dsv4 import AsyncLLM
-from dsv4.engine import weight_target
 from dsv4.engine.request import WeightsIncomplete
+from dsv4.engine.weights import target as weight_target
 from dsv4.loader.header import CheckpointError
 from dsv4.request import FinishReason, RequestError
 
@@ -293,3 +294,28 @@ def test_the_verbs_of_async_llm(folders, expected):
             return [(one.token_ids, one.logprobs) for one in found]
 
     assert asyncio.run(asyncio.wait_for(work(), 120)) == expected[1]
+
+
+def test_a_trainer_that_never_comes_stops_nobody(folders, expected):
+    """The engine answers, and draws tokens, while it waits for its place in a group."""
+    llm = load(folders[0])
+    thread = start_engine(llm)
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)  # and nobody else ever comes
+    group = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+
+    async def work():
+        async with connected(thread) as client:
+            joining = asyncio.create_task(client.control("init_group", **group, backend="gloo", timeout=6))
+            await asyncio.sleep(0.3)
+            assert not (await asyncio.wait_for(client.control("info"), 2))["is_paused"]
+            with pytest.raises(RequestError, match="has not joined"):
+                await client.control("receive_weights", names=[], dtypes=[], shapes=[])
+            stream = client.submit([output_of(llm, PROMPTS[1], PARAMS[1])])
+            drawn = [event.token_id async for event in stream]
+            assert not joining.done(), "all of this was while it joined"
+            with pytest.raises(RequestError, match=f"no group at 127.0.0.1:{store.port} in 6 s"):
+                await joining
+            return drawn
+
+    assert tuple(asyncio.run(asyncio.wait_for(work(), 60))) == expected[0][1][0]
+    assert thread.stop(10)

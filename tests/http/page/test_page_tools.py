@@ -162,7 +162,7 @@ def test_escape_stops_from_anywhere(page):
 
 def test_the_miniature_introduces_itself(page):
     assert page.run("document.querySelector('.empty').textContent") == "Ask something."
-    page.run("model = 'flash-mini'; showChat()")
+    page.run("root = 'flash-mini'; showChat()")  # whatever the server calls it
     assert "13 million parameters" in page.run("document.querySelector('.empty').textContent")
     click(page, ".empty .act")
     assert page.run("document.getElementById('text').value") == "SCENE I. A street in Verona."

@@ -17,9 +17,11 @@ from rl_cases import PROMPT, another_front_end, answer_of, differing, greedy, st
 from safetensors.torch import load_file
 from server_cases import HEADERS, SERVED, TOKENIZER, make_llm, start_server
 from server_processes import wait_for
+from shared_cases import FakeDriver
 
 from dsv4 import LLM
-from dsv4.engine.weight_group import WeightGroup
+from dsv4.engine.weights.group import WeightGroup
+from dsv4.engine.weights.shared import share
 from dsv4.http.apis.rl.routes import CALLS, PATHS
 from dsv4.loader.write.synth import write_checkpoint
 from dsv4.request import SamplingParams
@@ -114,6 +116,27 @@ def test_new_weights_of_a_trainers_group(server, root, dialect):
                 assert finished.status_code == 409
                 assert "come in part" in finished.json()["error"]["message"]
     assert answer_of(server.get("/weight_info")) == {"weight_version": "whole"}
+    assert greedy(server) == fresh(root / "b")
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/update_weights_from_tensor"])
+def test_new_weights_of_a_shared_gpu(server, root, path, monkeypatch):
+    """In two calls; the trainer overwrites what it sent after each. What cannot be opened changes nothing."""
+    driver = FakeDriver(monkeypatch)
+    answer_of(server.post("/update_weights", {"weight_dir": str(root / "a")}))
+    tensors = [*load_file(next((root / "b").glob("*.safetensors"))).items()]
+    dead = {"shared_tensors": [{**one, "device": "GPU-7"} for one in share(tensors)]}
+    refused = server.post(path, dead)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+    assert "cannot be opened" in refused.json()["error"]["message"]
+    assert greedy(server) == fresh(root / "a")
+    for part in (tensors[:9], tensors[9:]):
+        given, memory = driver.trainers(dict(part))
+        answer = answer_of(server.post(path, {"shared_tensors": share(given), "weight_version": "shared"}))
+        memory.fill_(0xFF)
+        assert answer["is_whole"] == (part[-1] is tensors[-1])
+    assert answer["weight_version"] == "shared"
+    assert driver.num_open == 0
     assert greedy(server) == fresh(root / "b")
 
 
@@ -443,6 +466,8 @@ BAD = [
     ("/update_weights", {}, "update_info"),
     ("/update_weights", {"weight_dir": 3}, "weight_dir"),
     ("/update_weights", {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [[1]]}}, "update_info.names"),
+    ("/update_weights", {"weight_dir": "a", "shared_tensors": []}, "shared_tensors"),
+    ("/update_weights", {"shared_tensors": [{"name": "a"}]}, "shared_tensors[0].dtype"),
     ("/update_weight_version", {}, "weight_version"),
     ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}, "init_info.master_port"),
     (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from dsv4.http.apis.fields import Name, Strict
 from dsv4.http.apis.rl import vllm
 from dsv4.http.apis.rl.calls import Call, Controls, PauseMode, Seconds, asking, telling
-from dsv4.http.apis.rl.vllm import Shape, TensorName
+from dsv4.http.apis.rl.vllm import Shape, SharedTensors, TensorName
 from dsv4.http.errors import ApiError
 
 _GET = ("GET",)
@@ -70,8 +70,11 @@ class Group(Strict):
     timeout: Seconds | None = None
 
 
-class Anything(Strict):
-    model_config = ConfigDict(extra="allow")
+class FromTensor(Updating):
+    """`shared_tensors` are dsv4's own."""
+
+    serialized_named_tensors: Any = None
+    shared_tensors: SharedTensors | None = None
 
 
 class Memory(Strict):
@@ -124,12 +127,17 @@ async def from_group(engine: Controls, asked: FromGroup) -> dict[str, Any]:
     return _done(f"{len(asked.names)} tensors were received", **found)
 
 
-async def from_tensor(engine: Controls, asked: Anything) -> dict[str, Any]:
-    message = (
-        "serialized_named_tensors: this server unpickles nothing; use /update_weights_from_distributed or "
-        "/update_weights_from_disk"
-    )
-    raise ApiError(400, message, code="unsupported_parameter", param="serialized_named_tensors")
+async def from_tensor(engine: Controls, asked: FromTensor) -> dict[str, Any]:
+    if asked.shared_tensors is None or asked.serialized_named_tensors is not None:
+        message = (
+            "serialized_named_tensors: this server unpickles nothing; use shared_tensors (docs/rl.md), "
+            "/update_weights_from_distributed or /update_weights_from_disk"
+        )
+        raise ApiError(400, message, code="unsupported_parameter", param="serialized_named_tensors")
+    if asked.abort_all_requests:
+        await engine.control("abort", names=None)
+    found = await vllm.take(engine, asked.shared_tensors, asked.weight_version)
+    return _done(f"{len(asked.shared_tensors)} tensors were taken", **found)
 
 
 async def init_group(engine: Controls, asked: Group) -> dict[str, Any]:
@@ -165,7 +173,7 @@ CALLS = (
     Call("/update_weights_from_disk", "New weights, of a folder", from_disk, FromDisk),
     Call("/init_weights_update_group", "Join the trainer's group", init_group, Group),
     Call("/update_weights_from_distributed", "New weights, of the trainer's group", from_group, FromGroup),
-    Call("/update_weights_from_tensor", "Refused: it would unpickle", from_tensor, Anything),
+    Call("/update_weights_from_tensor", "New weights, of tensors on a shared GPU", from_tensor, FromTensor),
     Call("/release_memory_occupation", "Give device memory back", release, Memory),
     Call("/resume_memory_occupation", "Take it again", take, Memory),
 )

@@ -79,15 +79,32 @@ class TensorList(Strict):
         return self
 
 
+class SharedTensor(Strict):
+    """As `dsv4.engine.weights.shared.share` describes it; what it may be is checked by the engine."""
+
+    name: TensorName
+    dtype: Name
+    shape: Shape
+    stride: Shape
+    offset: int = Field(ge=0)
+    handle: Name
+    storage_bytes: int = Field(ge=0)
+    device: Name
+
+
+SharedTensors = Annotated[list[SharedTensor], Field(min_length=1)]
+
+
 class UpdateWeights(Strict):
     update_info: TensorList | None = None
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    shared_tensors: SharedTensors | None = None
     weight_version: Name | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.update_info is None) == (self.weight_dir is None):
-            raise ValueError("update_info: expected it or weight_dir")
+        if sum(one is not None for one in (self.update_info, self.weight_dir, self.shared_tensors)) != 1:
+            raise ValueError("update_info: expected it, weight_dir or shared_tensors")
         return self
 
 
@@ -153,6 +170,8 @@ async def update(engine: Controls, asked: UpdateWeights) -> dict[str, Any]:
     if asked.weight_dir is not None:
         folder = engine.folder(asked.weight_dir, "weight_dir")
         return {"status": "ok", "weight_version": await engine.update(folder, asked.weight_version)}
+    if asked.shared_tensors is not None:
+        return {"status": "ok", **await take(engine, asked.shared_tensors, asked.weight_version)}
     assert asked.update_info is not None
     sent = asked.update_info
     return {"status": "ok", **await receive(engine, sent.names, sent.dtype_names, sent.shapes, asked.weight_version)}
@@ -161,8 +180,17 @@ async def update(engine: Controls, asked: UpdateWeights) -> dict[str, Any]:
 async def receive(
     engine: Controls, names: list[str], dtypes: list[str], shapes: list[list[int]], version: str | None
 ) -> dict[str, Any]:
-    """`is_whole`: whether the model has come as a whole and runs; until then the old weights are there."""
     found = await engine.control("receive_weights", names=names, dtypes=dtypes, shapes=shapes, version=version)
+    return await _state(engine, found)
+
+
+async def take(engine: Controls, tensors: list[SharedTensor], version: str | None) -> dict[str, Any]:
+    given = [one.model_dump() for one in tensors]
+    return await _state(engine, await engine.control("take_weights", tensors=given, version=version))
+
+
+async def _state(engine: Controls, found: str | None) -> dict[str, Any]:
+    """`is_whole`: whether the model has come as a whole and runs; until then the engine does not go on."""
     return {"is_whole": found is not None, "weight_version": found or (await engine.info())["weight_version"]}
 
 
@@ -184,7 +212,12 @@ CALLS = (
     Call("/wake_up", "Take it again", wake_up, WakeUp),
     Call("/init_weight_transfer_engine", "Join the trainer's group", init_transfer, InitTransfer),
     Call("/start_weight_update", "Tensors will follow", telling("info", {"message": "send the tensors"}), StartUpdate),
-    Call("/update_weights", "New weights, of a folder or of the trainer's group", update, UpdateWeights),
+    Call(
+        "/update_weights",
+        "New weights: a folder, a group's, or of a shared GPU",
+        update,
+        UpdateWeights,
+    ),
     Call("/finish_weight_update", "All tensors were sent", finish_update, FinishUpdate),
     Call("/update_weight_version", "Name the weights", name_version, NewVersion),
     Call("/weight_info", "Which weights run", asking("weight_version"), methods=_GET),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -46,6 +47,7 @@ class WeightTarget:
     search         whether FP4 scales are searched where plain weights are rounded, as `dsv4 quantize` does by default
     experts        those of every layer that are here, all by default
     on_turn        called now and then
+    sharing        while this rank writes what came from no file, other ranks get the same tensors
     digest         of the tensors written so far that came from no file
     """
 
@@ -57,6 +59,7 @@ class WeightTarget:
         self.config, self.weights, self._backend, self._pool = config, weights, backend, pool
         self._formats: dict[str, StoredFormat] = weights.formats
         self._dequantize_to, self._search, self._on_turn = dequantize_to, search, on_turn
+        self.sharing: Callable[[TensorSource, Sequence[str]], AbstractContextManager[None]] = lambda *_: nullcontext()
         self._own = range(config.n_routed_experts) if experts is None else experts
         self._schedule = build_schedule(config, with_mtp=self.has_drafter)
         self.digest = TensorsDigest()
@@ -100,7 +103,8 @@ class WeightTarget:
         """`CheckpointError` for values that cannot be loaded, rounded or laid out. Of a folder, what would need all of
         its bytes a second time is left for the writing: plain weights to be rounded, and FP8 codes of experts."""
         in_memory = isinstance(checkpoint, TensorSource)
-        for source in own_sources(sources, self._own):
+        # ranks that have all tensors find the same: none writes what another cannot
+        for source in sources if in_memory else own_sources(sources, self._own):
             self._on_turn()
             if source.tensor.role is Role.TABLE:
                 read_weight(checkpoint, source, self.config)
@@ -140,6 +144,16 @@ class WeightTarget:
 
     def write(self, part: str, sources: Sequence[Source], checkpoint: Checkpoint) -> None:
         """If it raises, the part is neither old nor new."""
+        if not isinstance(checkpoint, TensorSource):
+            self._write(part, sources, checkpoint)
+            return
+        names = list(dict.fromkeys(name for source in sources for name in source.stored_names))
+        with self.sharing(checkpoint, names):
+            self._write(part, sources, checkpoint)
+        for name in names:
+            self.digest.add(name, checkpoint.read(name))
+
+    def _write(self, part: str, sources: Sequence[Source], checkpoint: Checkpoint) -> None:
         blocks = [*self.weights.layers, *self.weights.draft_blocks]
         pool, device = self._pool, self.weights.embed.device
         home = _LiveExperts(blocks, self._backend) if pool is None else ExpertsOnTheirWay(pool, pool.layers)
@@ -156,9 +170,6 @@ class WeightTarget:
         for live, fresh in self._built(part, store):
             assign(live, fresh, part)
         home.forget_copies()
-        if isinstance(checkpoint, TensorSource):
-            for name in {name for source in sources for name in source.stored_names}:
-                self.digest.add(name, checkpoint.read(name))
 
     def _built(self, part: str, store: ParameterStore) -> Iterator[tuple[Any, Any]]:
         """Pairs of what runs and what takes its place."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.engine.weight_target import WeightTarget
+from dsv4.engine.weights.target import WeightTarget
 from dsv4.loader.checkpoint import Checkpoint
 from dsv4.loader.header import CheckpointError, TensorInfo
 from dsv4.loader.memory_source import TensorSource
@@ -19,12 +19,14 @@ from dsv4.loader.names import Naming, Role, detect_naming
 from dsv4.loader.progress import Progress, byte_progress
 from dsv4.loader.resolve import NVFP4_SUFFIXES, SCALE_SUFFIXES, Source, match_tensors, plan_load
 
-WeightSource = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+WeightSource = str | Path | TensorSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def open_source(source: WeightSource, config: ModelConfig) -> Checkpoint | None:
     """A checkpoint folder of the same model, or named tensors of this process; None for tensors that come one by one.
     Reads headers only."""
+    if isinstance(source, TensorSource):
+        return source
     if not isinstance(source, (str, Path)):
         return None if isinstance(source, Iterator) else TensorSource(source)
     checkpoint = Checkpoint.open(source)
@@ -69,14 +71,15 @@ class WeightUpdate:
 class IncomingWeights:
     """Tensors in any order, each held until its part of the model is whole; then the part is checked and written.
 
-    In the order of layers, one layer is held. `begin` is called before the first part is written.
+    In the order of layers, one layer is held. `on_begin` is called before the first part is written.
     """
 
-    def __init__(self, target: WeightTarget, begin: Callable[[], None]) -> None:
-        self.target, self._begin = target, begin
+    def __init__(self, target: WeightTarget, on_begin: Callable[[], None]) -> None:
+        self.target, self._on_begin, self._has_begun = target, on_begin, False
         self._held: dict[str, dict[str, Tensor]] = {}  # by part
         self._written: set[str] = set()
         self._last = ""
+        self._borrowed: set[str] = set()
 
     def announce(self, infos: Iterable[TensorInfo]) -> None:
         """`CheckpointError` if tensors that are to come can be no part of the model; nothing has changed then."""
@@ -95,26 +98,41 @@ class IncomingWeights:
         if part in self._written or name in self._held.get(part, {}):
             raise CheckpointError(f"{name} is given twice")
         if part != self._last:
-            self._write_if_whole(self._last)
+            self._write(self._whole(self._last))
         self._last = part
         self._held.setdefault(part, {})[name] = tensor
 
+    def hold(self, given: TensorSource) -> None:
+        """Tensors that were announced, for the next `settle`; what that leaves is copied: they may go then."""
+        for name, tensor in given.values.items():
+            self._held.setdefault(self.target.part_of(name), {})[name] = tensor
+        self._borrowed |= given.values.keys()
+
     def settle(self) -> bool:
-        """Write what is whole; whether the model is."""
-        for part in list(self._held):
-            self._write_if_whole(part)
+        """Write what is whole, all of it checked before; whether the model is."""
+        self._write([whole for part in list(self._held) for whole in self._whole(part)])
+        for held in self._held.values():
+            held.update({name: held[name].clone() for name in self._borrowed & held.keys()})
+        self._borrowed.clear()
         return self._written >= set(self.target.parts)
 
     def finish(self) -> None:
-        """`CheckpointError` if the model is not whole; `has_begun` says whether its weights are still the old ones."""
+        """`CheckpointError` if the model is not whole."""
         if not self.settle():
             raise CheckpointError(f"the given tensors are no whole model: {self.what_is_missing()}")
         if self.target.weights.embed.is_cuda:
             torch.cuda.synchronize()
 
     @property
-    def has_begun(self) -> bool:
-        return bool(self._written)
+    def is_empty(self) -> bool:
+        """Whether nothing has come yet."""
+        return not self._written and not self._held
+
+    def begin(self) -> None:
+        """From now on the weights are not the old ones."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_begin()
 
     def what_is_missing(self) -> str:
         parts = [part for part in self.target.parts if part not in self._written]
@@ -145,23 +163,27 @@ class IncomingWeights:
         self.target.check_formats(sources)
         return sources, missing
 
-    def _write_if_whole(self, part: str) -> None:
+    def _whole(self, part: str) -> list[tuple[str, list[Source], TensorSource]]:
+        """The part with its sources, once all of it is held and has been checked; else nothing."""
         held = self._held.get(part, {})
         # stacks of Hugging Face's are two tensors for all experts; to look for nothing after every tensor is slow
         fewest = sum(tensor.role is not Role.EXPERT for tensor in self.target.parts.get(part, [])) + 2
         if not held or (len(held) < fewest and part in self.target.parts and part != "ends"):
-            return
+            return []
         source = TensorSource(held)
         sources, missing = self._match(part, source.tensors)
         if missing:
-            return
-        if sources:
-            self.target.check_values(source, sources)
-            if not self._written:
-                self._begin()
-            self.target.write(part, sources, source)
-            self._written.add(part)
-        del self._held[part]
+            return []
+        self.target.check_values(source, sources)
+        return [(part, sources, source)]
+
+    def _write(self, parts: Iterable[tuple[str, list[Source], TensorSource]]) -> None:
+        for part, sources, source in parts:
+            if sources:
+                self.begin()
+                self.target.write(part, sources, source)
+                self._written.add(part)
+            del self._held[part]
 
 
 def _waits_for_weight(name: str, tensors: Collection[str], missing: Collection[str]) -> bool:

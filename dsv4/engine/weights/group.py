@@ -8,25 +8,81 @@ with `torch.distributed` (`PrefixStore(name, store)`, a group of that name).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsv4.loader.header import CheckpointError
+from dsv4.dist.group import Group
+from dsv4.loader.header import CheckpointError, TensorInfo
 from dsv4.loader.memory_source import TENSOR_DTYPES
 from dsv4.request import RequestError
 
 BACKENDS = ("gloo", "nccl")
 _TIMEOUT = timedelta(minutes=5)  # for the others to join, and for one tensor
+_PIECE_BYTES = 64 << 20
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TENSOR_DTYPES}
 
 
-class WeightGroup:
-    """One member of a group. `device`: where its tensors are."""
+class Coming(NamedTuple):
+    """Tensors that are to come, in this order."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        dtypes = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
+        return cls(list(tensors), dtypes, [list(one.shape) for one in tensors.values()])
+
+    def infos(self) -> list[TensorInfo]:
+        """`CheckpointError` for what no tensor of a checkpoint can be."""
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            found = f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes"
+            raise RequestError(f"{found}: expected as many")
+        return [_info(*one) for one in zip(*self, strict=True)]
+
+
+class Broadcasts:
+    """Named tensors from rank 0 of a group to all others, on `device`."""
+
+    device: torch.device
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send to all engines, in the order that was announced to them."""
+        for _, tensor in tensors:
+            self._broadcast(tensor.detach().to(self.device).contiguous())
+
+    def receive(self, coming: Coming) -> Iterator[tuple[str, Tensor]]:
+        """What rank 0 sends next."""
+        for name, dtype, shape in zip(*coming, strict=True):
+            tensor = torch.empty(tuple(shape), dtype=dtype_named(dtype, name), device=self.device)
+            self._broadcast(tensor)
+            yield name, tensor
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+
+class RanksGroup(Broadcasts):
+    """The ranks of one model among themselves. In pieces: a rank shows after each that it goes on."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.device = group, group.device
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        for piece in tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+            self._group.broadcast(piece)
+
+
+class WeightGroup(Broadcasts):
+    """One member of a trainer's group. `device`: where its tensors are."""
 
     def __init__(
         self, address: str, port: int, *, rank: int, world_size: int, device: torch.device | str = "cpu",
@@ -51,21 +107,6 @@ class WeightGroup:
             torch.cuda.set_device(self.device)
             self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send to all engines, in the order that was announced to them."""
-        for _, tensor in tensors:
-            self._broadcast(tensor.detach().to(self.device).contiguous())
-
-    def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-        """What the trainer sends next. `CheckpointError` for a dtype no checkpoint has, before anything is read."""
-        known = [dtype_named(dtype, name) for name, dtype in zip(names, dtypes, strict=True)]
-        for name, dtype, shape in zip(names, known, shapes, strict=True):
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-            self._broadcast(tensor)
-            yield name, tensor
-
     def _broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -81,6 +122,14 @@ class WeightGroup:
 
     def __exit__(self, *problem: object) -> None:
         self.close()
+
+
+def _info(name: str, dtype: str, shape: Sequence[int]) -> TensorInfo:
+    found = dtype_named(dtype, name)
+    if not isinstance(name, str) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise CheckpointError(f"{name} cannot have the shape {list(shape)}")
+    num_bytes = prod(shape) * found.itemsize
+    return TensorInfo(name, TENSOR_DTYPES[found], tuple(shape), Path("the announced tensors"), 0, num_bytes)
 
 
 def dtype_named(name: str, tensor: str) -> torch.dtype:
