@@ -1,6 +1,6 @@
 """What MXFP4 experts would compute on Hopper's FP8 tensor cores: an oracle of `moe`, and how far it is from exact sums.
 
-    python -m tools.fp8_study        random rows, set A, and the miniature's perplexity; on a CPU
+    python -m tools.fp8.study        random rows, set A, and the miniature's perplexity; on a CPU
 
 An instruction adds 32 products to what is there: all are cut off below 2^-13 of the largest of them. A product counts
 there by its codes' exponents alone: 1.5 x 1.5 as 1. The result is cut off after 14 bits again. Every 128 columns the
@@ -26,7 +26,7 @@ from dsv4.ops.lib.invariant import silu
 from dsv4.ops.moe.op import Matrices, _Pairs, moe_fold_ref, moe_shared_ref
 from dsv4.testing.vectors import VectorSet, quantised_failures
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BITS, STEP = 14, 32  # of a sum in the tensor core; columns of an instruction
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
 SPAN = 14  # scales of 128 columns of a row at most so many powers of two apart: then every weight is exact in E4M3
@@ -39,22 +39,27 @@ def cut_off(x: Tensor, largest: Tensor) -> Tensor:
     return (x / unit).trunc() * unit
 
 
+def chain_sums(x: Tensor, weight: Tensor, smallest: float = 0.0) -> Tensor:
+    """fp64 numbers of x [P, K], E4M3 codes, and of weight [N, K] -> fp64 [P, N], added up by instructions from zero.
+    Of weights, a number below `smallest` is a subnormal code; as a rule there are none: scales see to that."""
+    sums = x.new_zeros(len(x), len(weight))
+    for start in range(0, x.shape[1], STEP):
+        left, right = x[:, None, start : start + STEP], weight[None, :, start : start + STEP]
+        products = left * right  # [P, N, 32], exact
+        sizes = power_below(left.abs()).clamp_min(SMALLEST_NORMAL) * power_below(right.abs()).clamp_min(smallest)
+        sizes = torch.where(products == 0, 0, sizes).amax(-1)
+        largest = torch.maximum(sizes, power_below(sums.abs()))
+        sums = cut_off(products, largest[..., None]).sum(-1) + cut_off(sums, largest)
+        sums = cut_off(sums, power_below(sums.abs()))
+    return sums
+
+
 def fp8_sums(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """fp64 numbers of x [P, C, 128] that are E4M3 codes, with a scale [P, C, 1], and of weight [N, C, 128] -> fp32
-    [P, N], added up as the tensor cores do. Weights have no subnormal codes: their scales see to that."""
+    """x [P, C, 128] with a scale [P, C, 1], and weight [N, C, 128], both as in `chain_sums` -> fp32 [P, N]: a chain for
+    every 128 columns, times the scale, is added in fp32."""
     totals = x.new_zeros(len(x), len(weight), dtype=torch.float32)
     for run in range(x.shape[1]):
-        sums = x.new_zeros(len(x), len(weight))
-        for start in range(0, x.shape[2], STEP):
-            part = slice(start, start + STEP)
-            left, right = x[:, None, run, part], weight[None, :, run, part]
-            products = left * right  # [P, N, 32], exact
-            sizes = power_below(left.abs()).clamp_min(SMALLEST_NORMAL) * power_below(right.abs())
-            sizes = torch.where(products == 0, 0, sizes).amax(-1)
-            largest = torch.maximum(sizes, power_below(sums.abs()))
-            sums = cut_off(products, largest[..., None]).sum(-1) + cut_off(sums, largest)
-            sums = cut_off(sums, power_below(sums.abs()))
-        totals += (sums * scale[:, run]).float()
+        totals += (chain_sums(x[:, run], weight[:, run]) * scale[:, run]).float()
     return totals
 
 

@@ -9,7 +9,7 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.moe import moe_ref
 from dsv4.testing.cases.linear import random_fp8
 from dsv4.testing.vectors import relative_l2
-from tools.fp8_study import SPAN, fp8_sums, moe_fp8, spans
+from tools.fp8.study import SPAN, fp8_sums, moe_fp8, spans
 
 
 def mxfp4(codes, scales):
@@ -38,7 +38,7 @@ def test_what_an_instruction_cuts_off():
 
 
 def test_what_counts_as_the_largest_and_what_a_result_keeps():
-    """As an H200 does: tools/fp8_study.py."""
+    """As an H200 does: tools/fp8/products.py."""
     large, small = 1.5 * 2.0**6, 0.5
     assert sums_of([large, small, small] + [0.0] * 125, [large] + [1.0] * 127) == large**2 + 1, "2.25 x 2^12 as 2^12"
     assert sums_of([0.0] * 125 + [2.0**12, 2.0**12, 0.5]) == 2.0**13, "14 bits of a result, of the last one too"
