@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
+from dsv4.text.byte_tokenizer import byte_tokenizer
 from dsv4.text.chat import ChatOptions, Segment, encode_messages
 from dsv4.text.tokenizer import Detokenizer, Tokenizer, TokenizerError, encode_chat
 
@@ -239,7 +240,7 @@ def test_a_missing_marker_is_named():
         encode_chat(markerless, [{"role": "user", "content": "a"}])
 
 
-def test_no_text_has_fewer_tokens_than_is_said:
+def test_no_text_has_fewer_tokens_than_is_said():
     """By the longest token of the vocabulary and of the added ones."""
     tokenizer = Tokenizer(byte_tokenizer(300), "made")
     longest = max(map(len, tokenizer._full.get_vocab(with_added_tokens=True)))
