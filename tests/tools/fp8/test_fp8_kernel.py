@@ -26,9 +26,11 @@ def test_compiles_without_spills_in_its_loops():
 
 
 def permuted(a, b, selector):
-    """prmt: bytes of b and a, by the low four nibbles of a selector."""
+    """prmt: bytes of b and a, by the low four nibbles of a selector; with bit 3 the byte's sign eight times."""
     both = (b << 32 | a).to_bytes(8, "little")
-    return int.from_bytes(bytes(both[selector >> (4 * i) & 7] for i in range(4)), "little")
+    nibbles = [selector >> (4 * i) & 15 for i in range(4)]
+    data = [both[nibble & 7] if nibble < 8 else (both[nibble & 7] >> 7) * 255 for nibble in nibbles]
+    return int.from_bytes(bytes(data), "little")
 
 
 PTX = {
