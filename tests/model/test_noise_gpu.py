@@ -18,7 +18,7 @@ from dsv4.ops import TORCH, TRITON
 
 pytestmark = pytest.mark.gpu
 NUM_TEXTS, NUM_TOKENS = 6, 700
-PRODUCT_NOISE = 3e-4  # of a row's largest value: what sums of 14 bits do to FP8 products
+PRODUCT_NOISE = 3e-4  # of a row's largest value: FP8 sums of 14 bits are off by 5e-4 at most, 5e-5 mostly
 
 
 def with_noise(seed):

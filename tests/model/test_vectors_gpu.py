@@ -82,10 +82,10 @@ def test_official_logits(runners, set_a, use_graphs):
     """Means, medians and cosines as on a CPU. Of all rows one in a hundred may be up to a quarter above its limit, and
     first tokens are counted over all rows only.
 
-    Tensor cores add FP8 products with 14 bits. The oracles with noise of that size (3e-4 of a row's largest value) move
-    the same two rows as far, in 3 of 12 draws (docs/decisions/noise-of-tensor-cores.md). The recorded noise has no such
-    arithmetic in it. How many first tokens of one case survive is chance: p700 keeps 26 of 33, and 27 to 33 with any
-    such noise on top. test_noise_gpu.py judges that over 4,200 rows.
+    Tensor cores add FP8 products with 14 bits. The oracles with noise as large as their worst (3e-4 of a row's largest
+    value) move the same two rows as far, in 3 of 12 draws (docs/decisions/noise-of-tensor-cores.md). The recorded noise
+    has no such arithmetic in it. How many first tokens of one case survive is chance: p700 keeps 26 of 33, and 27 to 33
+    with any such noise on top. test_noise_gpu.py judges that over 4,200 rows.
     """
     table, failures, columns = set_a.expected("expected_quant"), {}, ([], [], [], [])
     for case in main_cases(set_a):

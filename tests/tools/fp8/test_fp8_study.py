@@ -7,7 +7,7 @@ from dsv4.formats.tensors import QuantFormat, QuantTensor
 from dsv4.ops.moe import moe_ref
 from dsv4.testing.cases.linear import random_fp8
 from dsv4.testing.vectors import relative_l2
-from tools.fp8_study import SPAN, fp8_sums, moe_fp8, spans
+from tools.fp8.study import SPAN, fp8_sums, moe_fp8, spans
 
 
 def mxfp4(codes, scales):
@@ -19,19 +19,30 @@ def random_mxfp4(*shape):
     return mxfp4(codes, torch.randint(116, 120, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8))
 
 
-def sums_of(values):
-    """Of a row of these products with ones."""
+def sums_of(values, weights=1.0):
+    """Of a row of numbers with one of weights, both at least 2^-6 or zero."""
     row = in_runs(torch.tensor([values]).float())
-    return fp8_sums(row, torch.ones_like(row)).item()
+    return fp8_sums(row, torch.ones(*row.shape[:2], 1), torch.ones_like(row) * torch.tensor(weights)).item()
 
 
 def test_what_an_instruction_cuts_off():
+    rest = [0.0] * 126
     assert sums_of([1.0] * 300) == 300.0
-    assert sums_of([2.0**13, 1.0] + [0.0] * 126) == 2.0**13 + 1
-    assert sums_of([2.0**13, 0.75] + [0.0] * 126) == 2.0**13
+    assert sums_of([2.0**13, 1.0, *rest]) == 2.0**13 + 1
+    assert sums_of([2.0**13, 0.75, *rest]) == 2.0**13
     assert sums_of([2.0**13] + [0.0] * 31 + [0.75] * 96) == 2.0**13, "what is there already counts as the largest"
-    assert sums_of([-(2.0**13), -0.75] + [0.0] * 126) == -(2.0**13), "cut off, not rounded"
+    assert sums_of([-(2.0**13), -0.75, *rest]) == -(2.0**13), "cut off, not rounded"
     assert sums_of([2.0**13] + [0.0] * 127 + [0.75] * 2) == 2.0**13 + 1.5, "128 columns on, fp32 adds"
+
+
+def test_what_counts_as_the_largest_and_what_a_result_keeps():
+    """As an H200 does: tools/fp8/products.py."""
+    large, small = 1.5 * 2.0**6, 0.5
+    assert sums_of([large, small, small] + [0.0] * 125, [large] + [1.0] * 127) == large**2 + 1, "2.25 x 2^12 as 2^12"
+    assert sums_of([0.0] * 125 + [2.0**12, 2.0**12, 0.5]) == 2.0**13, "14 bits of a result, of the last one too"
+    # a subnormal code counts as the smallest normal one: 2^-9 x 2^6 as 1
+    assert sums_of([2.0**-9, 2.0**-14] + [0.0] * 126, [2.0**6] + [1.0] * 127) == 2.0**-3
+    assert sums_of([2.0**-6, 2.0**-13] + [0.0] * 126, [1.0] * 128) == 2.0**-6 + 2.0**-13
 
 
 def test_scales_that_leave_a_weight_exact_in_e4m3():
