@@ -9,7 +9,8 @@
 Sections are the rows of `SECTIONS`. Each starts a server of its own with the limits it needs; clients are those of
 `dsv4 bench serve`, in processes of their own. With `--resident` the engine is a thread of this process. Records:
 `serve_engine` (the engine alone), `serve` (through HTTP, with `cpu_seconds` by process and `cpu_us_per_token`). The
-first load of each server is not recorded, apart from its very first request. At the end: the goals, and which are met.
+first load of each server is short and not recorded, apart from its very first request. At the end: the goals, and
+which are met.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from dsv4.tools.bench.context import build_model, cut_config
 from dsv4.tools.bench.engine_target import EngineTarget
 from dsv4.tools.bench.serve import measure_load
 from dsv4.tools.bench.server_target import UrlTarget
-from dsv4.tools.bench.workload import Load
+from dsv4.tools.bench.workload import Lengths, Load
 from dsv4.tools.plan.targets import PRESETS
 
 conclusions = table
@@ -57,7 +58,7 @@ PLAN = {
     "streams": Section("the same prompts and answers by number of streams", {"prompt": 512, "output": 128}),
     "steady": Section("four answers one after another", {"prompt": 512, "output": 128, "waves": 4}, (256, 1024)),
     "random": Section("vLLM's `random` shape", {"shape": "random", "waves": 2}, (256,)),
-    "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 4}, (256,)),
+    "sharegpt": Section("lengths like ShareGPT's", {"shape": "sharegpt", "waves": 2}, (256,)),
     "short": Section("512 short requests at once", {"prompt": 16, "output": 1}, (512,)),
     "first": Section("first token of one request", {"prompt": 300, "output": 2}, (1,)),
     "intruder": Section(
@@ -224,12 +225,17 @@ def alone(folder: Path, made: Measured, **options: Any) -> list[Record]:
 def loads_alone(llm: LLM, made: Measured) -> list[Record]:
     records: list[Record] = []
     target = EngineTarget(llm.engine, "engine", llm.config.vocab_size)
-    measure_load(target, replace(made.loads[0], seed=1, intruder=None))
+    measure_load(target, warm_up_of(made.loads[0]))
     for load in made.loads:
         report, _ = measure_load(target, replace(load, seed=2))
         made.engine[load.streams] = report.tokens_per_second
         records.append({**report.to_dict(), "kind": "serve_engine", "section": made.section, "layers": made.layers})
     return records
+
+
+def warm_up_of(load: Load) -> Load:
+    """A short answer for each stream."""
+    return replace(load, requests=load.streams, output=Lengths(min(load.output.median, 16)), intruder=None, seed=1)
 
 
 def served(session: Session, process: ServerProcess | ResidentServer, made: Measured) -> list[Record]:
@@ -238,7 +244,8 @@ def served(session: Session, process: ServerProcess | ResidentServer, made: Meas
     try:
         target = UrlTarget(url, processes=session.options.processes)
         kinds = session.options.kinds.split(",")
-        loads = [(kinds[0], made.loads[0]), *((kind, load) for kind in kinds for load in made.loads)]
+        loads = [(kinds[0], warm_up_of(made.loads[0]))]
+        loads += [(kind, load) for kind in kinds for load in made.loads]
         for seed, (kind, load) in enumerate(loads, 3):
             before = process.cpu_seconds()
             report, _ = measure_load(target, replace(load, kind=kind, seed=seed))

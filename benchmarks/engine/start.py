@@ -47,14 +47,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="of the preset; default: as many as the disk holds")
     parser.add_argument("--chats", type=int, default=256, help="at once, in the closed loop")
     parser.add_argument("--small", action="store_true", help="the shipped miniature and few chats: a try")
+    parser.add_argument("--warm", action="store_true", help="not cold: with the kernels that Triton's cache has now")
 
 
 def run(session: Session) -> None:
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         folder = _checkpoint(session, place)
-        os.environ["TRITON_CACHE_DIR"] = str(place / "kernels")
-        for state in ("cold", "warm"):
+        if not session.options.warm:
+            os.environ["TRITON_CACHE_DIR"] = str(place / "kernels")
+        for state in ("warm",) if session.options.warm else ("cold", "warm"):
             session.attempt(state, _start, session, folder, place, state)
 
 
