@@ -239,14 +239,6 @@ def test_a_missing_marker_is_named():
         encode_chat(markerless, [{"role": "user", "content": "a"}])
 
 
-def test_no_text_has_fewer_tokens_than_is_said():
-    """By the longest token of the vocabulary and of the added ones."""
-    tokenizer = Tokenizer(byte_tokenizer(300), "made")
-    longest = max(map(len, tokenizer._full.get_vocab(with_added_tokens=True)))
-    assert tokenizer.least_tokens(100 * longest) == 100
-    assert tokenizer.least_tokens(100 * longest - 1) == 99
-
-
 SMALLEST = Tokenizer(byte_tokenizer(MIN_VOCAB_SIZE), "smallest")
 LARGE = Tokenizer(byte_tokenizer(4096), "large")
 
@@ -273,3 +265,11 @@ def test_markers():
 def test_a_vocabulary_too_small():
     with pytest.raises(TokenizerError, match=f"needs a vocabulary of {MIN_VOCAB_SIZE}, found 257"):
         byte_tokenizer(257)
+
+
+def test_no_text_has_fewer_tokens_than_is_said():
+    """By the longest token of the vocabulary and of the added ones."""
+    tokenizer = Tokenizer(byte_tokenizer(300), "made")
+    longest = max(map(len, tokenizer._full.get_vocab(with_added_tokens=True)))
+    assert tokenizer.least_tokens(100 * longest) == 100
+    assert tokenizer.least_tokens(100 * longest - 1) == 99

@@ -20,24 +20,11 @@ from dsv4.http.telemetry.logs import log_config
 from dsv4.loader.generation_defaults import FILE_NAME, describe, read_sampling_defaults
 from dsv4.loader.shipped import how_to_install, is_shipped
 from dsv4.text.chat import effort_profile
+from dsv4.tools import model_loading
 from dsv4.tools.auto.choose import choose_for
 from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.auto.settings import Settings, Wishes, table
 from dsv4.tools.memory_check import free_host_bytes
-from dsv4.tools.model_loading import (
-    ModelSettings,
-    check_choice,
-    check_loading,
-    check_numerics,
-    check_tokenizer,
-    find_model,
-    load_llm,
-    model_name,
-    one_model,
-    parse_drafts,
-    parse_offload,
-    print_note,
-)
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _MAX_FRONT_ENDS = 8
@@ -67,29 +54,29 @@ def serve(typed: typer.Context, given: ServeOptions) -> None:
         raise typer.Exit
     wishes, num_front_ends = _checked(given), given.front_ends or _default_front_ends()
     console = Console(stderr=True)
-    chosen = one_model(given.model, given.model_option)
-    folder = find_model(chosen, console, revision=given.revision)
+    chosen = model_loading.one_model(given.model, given.model_option)
+    folder = model_loading.find_model(chosen, console, revision=given.revision)
     config = ModelConfig.from_pretrained(folder)
-    check_tokenizer(folder, "a server")
+    model_loading.check_tokenizer(folder, "a server")
     machine = read_machine().as_if_idle() if "WORLD_SIZE" in os.environ else read_machine()
     found = choose_for(folder, config, wishes, machine, given.dtype)
-    name = given.name if given.name is not None else model_name(chosen, folder)
+    name = given.name if given.name is not None else model_loading.model_name(chosen, folder)
     settings = _server(given, name, folder, effort_profile(config), found)
-    loading = ModelSettings(
+    loading = model_loading.ModelSettings(
         folder=str(folder), numerics=given.numerics, dtype=given.dtype, device=found.device, limits=found.limits,
         offload_experts=found.offload_experts, drafts=found.drafts, gpus=found.gpus, threads=given.threads,
         ignore_selftest=given.ignore_selftest,
     )  # fmt: skip
     if _is_another_rank():
-        load_llm(loading, console)  # serves rank 0, and leaves the process with it
-    check_loading(loading)
+        model_loading.load_llm(loading, console)  # serves rank 0, and leaves the process with it
+    model_loading.check_loading(loading)
     record = _record(given)
     _make_folder("--cache-dir", given.cache_dir)
     listener = take_address(settings)  # before the weights: a port that is taken should not cost minutes
     if not settings.is_loopback and given.api_key is None:
-        print_note(f"{given.host} can be reached from other machines and no --api-key is set", console)
+        model_loading.print_note(f"{given.host} can be reached from other machines and no --api-key is set", console)
         if given.rl:
-            print_note("with --rl everyone who reaches it can replace the weights", console)
+            model_loading.print_note("with --rl everyone who reaches it can replace the weights", console)
     logging.config.dictConfig(log_config(given.log_format))
     _show(found, console, given.log_format)
     if found.visible is not None:
@@ -112,10 +99,10 @@ def _checked(given: ServeOptions) -> Wishes:
     missing = [library for library in _LIBRARIES if importlib.util.find_spec(library) is None]
     if missing:
         raise ConfigError(f"dsv4 serve needs {', '.join(missing)}: {how_to_install('serve')}")
-    check_numerics(given.numerics, given.dtype)
-    check_choice("--warmup", given.warmup, ("fast", "full"))
-    offload = parse_offload(given.offload_experts)
-    drafts = None if given.drafts is None else parse_drafts(given.drafts)
+    model_loading.check_numerics(given.numerics, given.dtype)
+    model_loading.check_choice("--warmup", given.warmup, ("fast", "full"))
+    offload = model_loading.parse_offload(given.offload_experts)
+    drafts = None if given.drafts is None else model_loading.parse_drafts(given.drafts)
     if given.api_key is None and os.environ.get("DSV4_API_KEY") == "":
         raise ConfigError("DSV4_API_KEY is empty: give it a value, or unset it to serve without a key")
     if given.front_ends is not None and given.front_ends < 1:

@@ -12,11 +12,14 @@ import typer
 
 from dsv4.cli.serve.options_file import load_options
 from dsv4.tools.model_loading import (
+    DeviceOption,
     DtypeOption,
+    GpusOption,
     IgnoreSelftestOption,
     ModelArgument,
     ModelOption,
     NumericsOption,
+    OffloadOption,
     RevisionOption,
     ThreadsOption,
 )
@@ -77,19 +80,9 @@ class ServeOptions:
     drain_seconds: Annotated[float, typer.Option(help="Seconds that a shutdown waits for running requests.")] = 60.0
     numerics: NumericsOption = "official"
     dtype: DtypeOption = None
-    device: Annotated[
-        str, typer.Option(help="Device: auto (GPUs where there are any), cpu, cuda, or cuda:N for one GPU.")
-    ] = "auto"
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs that share the model, one process each. Default: all, if it is large.")
-    ] = None
-    offload_experts: Annotated[
-        str | None,
-        typer.Option(
-            help="Experts in host memory: auto fills the GPU with the others; a number, e.g. 64, is how many of each "
-            "layer stay on it; off keeps all. Default: auto if they do not fit."
-        ),
-    ] = None
+    device: DeviceOption = "auto"
+    gpus: GpusOption = None
+    offload_experts: OffloadOption = None
     drafts: Annotated[
         str | None,
         typer.Option(
