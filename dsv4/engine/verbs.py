@@ -65,10 +65,10 @@ class Controls:
         self, source: WeightSource, *, version: str | None = None, clear_cache: bool = False,
         progress: Progress = False, search_scales: bool = False,
     ) -> str:  # fmt: skip
-        """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, or named
-        tensors of this process: a mapping, a list of pairs, or an iterator of pairs. Weights have the formats that were
-        loaded; plain ones for a quantised model are rounded by the rules of `dsv4 quantize`, its search of scales only
-        with `search_scales`.
+        """New weights for the same model, in place; returns their version. `source` is a checkpoint folder, named
+        tensors of this process (a mapping, a list of pairs, or an iterator of pairs), or those of another on the same
+        GPU (`SharedTensors`). Weights have the formats that were loaded; plain ones for a quantised model are rounded
+        by the rules of `dsv4 quantize`, its search of scales only with `search_scales`.
 
         Captured graphs stay valid, nothing is compiled, and the extra memory is less than a layer. The bits are those
         of an engine that starts with these weights. A folder, mapping or list is checked before anything changes. Of an

@@ -1,16 +1,16 @@
 """Stored tensors read ahead by threads, in the order in which they are wanted, into memory a device can copy from.
 
 Tensors that lie end to end are read together, large ones in pieces by several threads. What is read and not taken yet
-stays below `AHEAD_BYTES`, or is one owner's. The memory is pinned for a GPU: torch uses it again once the copies that
-were started from it are done. Other memory is used again by the owner after next: fresh pages would cost more time than
-reading what the system's cache holds.
+stays below `AHEAD_BYTES`, or is one owner's. The memory is pinned: torch uses it again once the copies to a GPU that
+were started from it are done. For a CPU this would be a second copy, and mapped files that the system reads ahead
+(`Files.advise`) take less time: 4.0 s for 5.1 GB in its cache, not 5.8 (two busy cores, 2026-11-19).
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,10 +53,9 @@ class _Together:
     memory: Tensor | None = None
     reading: tuple[Future[None], ...] = ()
 
-    def done(self) -> list[Tensor]:
-        """Lets go of the memory; what of it can be used again."""
-        memory, self.memory, self.reading = self.memory, None, ()
-        return [memory] if memory is not None and memory.numel() == TOGETHER_BYTES and not memory.is_pinned() else []
+    def done(self) -> None:
+        """Lets go of the memory."""
+        self.memory, self.reading = None, ()
 
 
 def read_ahead(
@@ -77,18 +76,17 @@ def read_ahead(
     threads = ThreadPoolExecutor(NUM_THREADS, "dsv4-read")
     with ExitStack() as opened, ExitStack() as work:
         work.callback(partial(threads.shutdown, cancel_futures=True))
-        open_file = _Files(opened)
+        open_file = Files(opened)
         ahead: deque[_Together] = deque()
-        spare: list[Tensor] = []
         to_begin = deque({id(one): one for _, mine in places for _, one in mine}.values())
         while places:
             owner, mine = places.popleft()
             while ahead and ahead[0] is not mine[0][1]:
-                spare += ahead.popleft().done()
+                ahead.popleft().done()
             num_ahead = sum(map(_size, ahead))
             while to_begin and (num_ahead < AHEAD_BYTES or mine[-1][1].memory is None):
                 ahead.append(to_begin.popleft())
-                ahead[-1].memory = _memory(_size(ahead[-1]), spare, is_pinned)
+                ahead[-1].memory = _memory(_size(ahead[-1]), is_pinned)
                 _begin(ahead[-1], open_file, threads)
                 num_ahead += _size(ahead[-1])
             yield owner, [_taken(span, one) for span, one in mine]
@@ -98,12 +96,17 @@ def _size(one: _Together) -> int:
     return one.end - one.start
 
 
-class _Files:
+class Files:
     """Each file opened once, until the stack is left."""
 
     def __init__(self, opened: ExitStack) -> None:
         self._opened = opened
         self._descriptors: dict[Path, int] = {}
+
+    def advise(self, span: Span) -> None:
+        """The system begins to read this into its cache."""
+        if span.end > span.start:
+            os.posix_fadvise(self(span.file), span.start, span.end - span.start, os.POSIX_FADV_WILLNEED)
 
     def __call__(self, file: Path) -> int:
         if file not in self._descriptors:
@@ -115,15 +118,13 @@ class _Files:
         return self._descriptors[file]
 
 
-def _memory(size: int, spare: list[Tensor], is_pinned: bool) -> Tensor:
+def _memory(size: int, is_pinned: bool) -> Tensor:
     if TOGETHER_BYTES // 4 < size <= TOGETHER_BYTES:
-        if spare:
-            return spare.pop()
         size = TOGETHER_BYTES  # of one size, so that it can be used again
     return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
 
-def _begin(one: _Together, open_file: Callable[[Path], int], threads: ThreadPoolExecutor) -> None:
+def _begin(one: _Together, open_file: Files, threads: ThreadPoolExecutor) -> None:
     assert one.memory is not None
     target = memoryview(cast(Any, one.memory[: _size(one)].numpy()))
     descriptor = open_file(one.file)

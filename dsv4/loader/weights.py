@@ -1,14 +1,16 @@
 """A checkpoint's tensors -> `ModelParams`, streamed in file order. Strict: see `resolve.plan_load`.
 
-Peak memory is the model itself plus what is read ahead (read_ahead.py): each weight is copied once into its place, and
-experts go straight into preallocated stacks, or one whole expert at a time to a home of their own (`ExpertHome`).
+Peak memory is the model itself plus what is read ahead for a GPU (read_ahead.py), or half a gigabyte of mapped files
+for a CPU (checkpoint.py). Each weight is copied once into its place, and experts go straight into preallocated stacks,
+or one whole expert at a time to a home of their own (`ExpertHome`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from itertools import groupby
 
 import torch
@@ -21,7 +23,7 @@ from dsv4.loader.checkpoint import STORED_DTYPES, Checkpoint
 from dsv4.loader.header import CheckpointError
 from dsv4.loader.names import Role
 from dsv4.loader.progress import Progress, byte_progress
-from dsv4.loader.read_ahead import Span, read_ahead
+from dsv4.loader.read_ahead import AHEAD_BYTES, Files, Span, read_ahead
 from dsv4.loader.resolve import LoadPlan, Source, plan_load
 from dsv4.model.parameters import ModelParams
 
@@ -60,24 +62,46 @@ def load_params(
     sources = own_sources(plan.sources, own)
     if home is not None:
         sources = expert_by_expert(sources)
-    # an expert's matrices together: a home takes all three at once
-    groups = [tuple(group) for _, group in groupby(sources, _owner)]
-    wanted = ((group, tuple(span for one in group for span in _spans(checkpoint, one))) for group in groups)
-    found = read_ahead(wanted, is_pinned=store.device.type == "cuda")
+    found = (_pinned if store.device.type == "cuda" else _mapped)(checkpoint, sources, config)
     with closing(found), byte_progress(progress, share_bytes(plan, own), "loading weights") as advance:
-        for group, tensors in found:
-            parts = iter(tensors)
-            for source in group:
-                weight = _weight(source, [next(parts) for _ in _names(source)], config)
-                if dequantize_to is not None and source.tensor.role is not Role.TABLE:
-                    weight = dequantize(weight, dequantize_to)
-                store.put(source.tensor, weight)
-                advance(source.nbytes)
+        for source, weight in found:
+            if dequantize_to is not None and source.tensor.role is not Role.TABLE:
+                weight = dequantize(weight, dequantize_to)
+            store.put(source.tensor, weight)
+            advance(source.nbytes)
     if store.device.type == "cuda":
         torch.cuda.synchronize(store.device)
         if hasattr(torch.accelerator.memory, "empty_host_cache"):  # newer than the oldest torch that is admitted
             torch.accelerator.memory.empty_host_cache()  # the memory that was read into
     return store.build(plan.num_mtp)
+
+
+_Weights = Generator[tuple[Source, Weight], None, None]
+
+
+def _mapped(checkpoint: Checkpoint, sources: Iterable[Source], config: ModelConfig) -> _Weights:
+    """For a CPU: copied once, from the system's cache, into which the system reads ahead."""
+    wanted, to_come, num_ahead = list(sources), deque(sources), 0
+    with checkpoint, ExitStack() as opened:
+        files = Files(opened)
+        for source in wanted:
+            while to_come and num_ahead < AHEAD_BYTES:
+                num_ahead += to_come[0].nbytes
+                for span in _spans(checkpoint, to_come.popleft()):
+                    files.advise(span)
+            yield source, read_weight(checkpoint, source, config)
+            num_ahead -= source.nbytes
+
+
+def _pinned(checkpoint: Checkpoint, sources: Iterable[Source], config: ModelConfig) -> _Weights:
+    """For a GPU, read ahead. An expert's matrices come together: a home takes all three at once."""
+    groups = [tuple(group) for _, group in groupby(sources, _owner)]
+    wanted = ((group, tuple(span for one in group for span in _spans(checkpoint, one))) for group in groups)
+    with closing(read_ahead(wanted, is_pinned=True)) as found:
+        for group, tensors in found:
+            parts = iter(tensors)
+            for source in group:
+                yield source, _weight(source, [next(parts) for _ in _names(source)], config)
 
 
 def meta_params(

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from server_cases import HEADERS
 
+from dsv4.cli.serve import command as command_module
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.http.processes.supervisor import Supervisor
 from dsv4.request import RequestError
@@ -248,6 +249,7 @@ def test_a_shipped_model_is_known_under_any_name(dsv4, checkpoint, monkeypatch):
     """The page introduces the miniature; what another checkpoint's folder is called stays here."""
     seen = []
     monkeypatch.setattr(Supervisor, "run", lambda self: seen.append(self._server) or 0)
+    monkeypatch.setattr(command_module.logging.config, "dictConfig", lambda settings: None)
     for folder, root in (("flash-mini", "flash-mini"), (checkpoint, None)):
         assert dsv4("serve", folder, "--name", "mine", "--port", "0", "--device", "cpu").code == 0
         assert (seen[-1].name, seen[-1].root) == ("mine", root)

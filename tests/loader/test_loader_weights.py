@@ -196,8 +196,7 @@ class AllocatedBytes(TorchDispatchMode):
 
 
 def test_every_byte_is_allocated_once(tmp_path):
-    """No weight is copied twice and no stack of experts is built beside its parts: a place for what is read, and one in
-    the model."""
+    """No weight is copied twice and no stack of experts is built beside its parts."""
     config = ModelConfig.tiny()
     folder = write_checkpoint(tmp_path / "model", config)
     checkpoint = Checkpoint.open(folder)
@@ -205,7 +204,7 @@ def test_every_byte_is_allocated_once(tmp_path):
         params = load_params(checkpoint, config)
     assert total_bytes(params) == checkpoint.nbytes
     largest = max(info.nbytes for info in checkpoint.tensors.values())
-    assert 2 * checkpoint.nbytes <= allocated.total < 2 * checkpoint.nbytes + largest
+    assert checkpoint.nbytes <= allocated.total < checkpoint.nbytes + largest
     data = params.layers[2].ffn.experts.w1.data
     assert data.untyped_storage().nbytes() == data.nbytes
 

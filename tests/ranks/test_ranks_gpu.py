@@ -43,6 +43,35 @@ def test_a_command_that_comes_to_its_end():
     assert texts[0] == texts[1] != ""
 
 
+NEW_TENSORS = """
+import sys
+from pathlib import Path
+from safetensors.torch import load_file
+from weight_cases import CONFIG, LIMITS, answers
+from dsv4 import LLM
+from dsv4.loader.write.synth import write_checkpoint
+
+folders = [
+    write_checkpoint(Path(sys.argv[1]) / name, CONFIG, seed=seed, device="cuda") for seed, name in enumerate("AB")
+]
+fresh = [answers(LLM(folder, engine=LIMITS, device="cuda")) for folder in folders]
+llm = LLM(folders[0], engine=LIMITS, device="cuda", gpus=2)
+found = [answers(llm)]
+llm.update_weights(load_file(next(folders[1].glob("*.safetensors")), device="cuda"))
+found.append(answers(llm))
+llm.close()
+assert found == fresh and fresh[0] != fresh[1]
+"""
+
+
+def test_new_tensors(tmp_path):
+    """From rank 0 through host memory; captured graphs read them."""
+    places = SHARED | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'engine'}"}
+    command = [sys.executable, "-c", NEW_TENSORS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=places, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("number", "is_of_rank_1", "code", "said"),
     [

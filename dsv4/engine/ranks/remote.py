@@ -117,7 +117,7 @@ class RemoteRank(Rank):
             self.is_lost = True
 
     def finish_sending(self, seconds: float) -> bool:
-        """Whether nothing is left to send, or the rank is lost; waits for the rank, which reads between two steps."""
+        """Whether nothing is left to send, or the rank has gone; waits for it: it reads between two steps."""
         if self._unsent and not self.is_lost:
             select.select([], [self.socket], [], seconds)
             self.flush()

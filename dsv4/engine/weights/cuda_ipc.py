@@ -48,12 +48,16 @@ class OpenMemory:
         with torch.cuda.device(index):
             torch.cuda.synchronize()  # the device's context is there, and this thread's own
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
-            self._address = address
-            _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-            self.data: Tensor = torch.as_tensor(_Bytes(address.value, size.value), device=f"cuda:{index}")
+            self._address, self._index = address, index
+            try:
+                _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+                self.data: Tensor = torch.as_tensor(_Bytes(address.value, size.value), device=f"cuda:{index}")
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
-        with torch.cuda.device(self.data.device):
+        with torch.cuda.device(self._index):
             torch.cuda.synchronize()  # nothing reads it any more
             _call("cuIpcCloseMemHandle", self._address)
 
