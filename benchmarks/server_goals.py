@@ -28,7 +28,8 @@ def _over_step(name: str) -> Callable[[Record, Record], float | None]:
 
 def _host_ms(served: Record, engine: Record) -> float | None:
     """Of a step: the median, which with 128 tokens an answer is a step without prompts."""
-    return engine["host_ms"].get("p50") if engine.get("layers") else None  # the free model waits where it is called
+    # the free model waits where it is called
+    return engine.get("host_ms", {}).get("p50") if engine.get("layers") else None
 
 
 def _after(served_ms: float, engine: Record) -> float:

@@ -149,7 +149,7 @@ def test_goals_are_held_against_records():
         waits = {"p50": between, "p90": between, "p99": 3 * between}
         return {
             "kind": kind, "section": section, "load": {"streams": streams, "kind": "chat"}, "tokens_per_second": rate,
-            "between_tokens_ms": waits, "first_token_ms": {"p50": 7.0}, "host_share": 0.25, **fields,
+            "between_tokens_ms": waits, "first_token_ms": {"p50": 7.0}, "host_ms": {"p50": 1.0}, **fields,
         }  # fmt: skip
 
     records = [
