@@ -42,7 +42,7 @@ KNOWN_SPILLS = {
     ("dense_tiles_kernel", 90): (464, "producers and epilogue have 32 registers; MMA warps add ranges once a tile"),
     ("expert_tiles_kernel", 90): (124, "producer and epilogue warps have 32 registers"),
     ("grouped_shuffled_kernel", 90): (16, "256 rows of wo_a: four words"),
-    ("group_scores_kernel", 100): (8, "scoring for many tokens holds the decoded keys"),
+    ("_attend_kernel", 100): (16, "a million keys of HCA: four words"),
 }
 
 
