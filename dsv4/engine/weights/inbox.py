@@ -72,9 +72,11 @@ class WeightInbox:
         problem = None
         try:
             for name, tensor in group.receive(coming):
+                if problem is not None:
+                    continue
                 try:
-                    incoming.add(name, tensor) if problem is None else None
-                except Exception as error:  # raised below
+                    incoming.add(name, tensor)
+                except Exception as error:  # raised below, once all have come
                     problem = error
         except RuntimeError as error:
             self._leave()
