@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from dsv4.ops.lib.arch import known_at_compile_time
 from dsv4.ops.lib.codecs import e8m0_to_float, quantize_e4m3
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
@@ -34,7 +35,7 @@ from dsv4.ops.lib.pipeline import (
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
 from dsv4.ops.moe.kernel_rows import with_item
-from dsv4.ops.moe.many.kernel_tiles import _copy_weights, _joined, _keep, _tile_at, activated
+from dsv4.ops.moe.many.kernel_tiles import _copy_weights, _describe, _joined, _keep, _tile_at, activated
 from dsv4.ops.moe.plan import TILES_OUTPUTS, TILES_ROWS
 from tools.fp8.chains import TWO_CHAINS, begin_chain, byte_tables, decoded, end_chain, here
 
@@ -104,16 +105,13 @@ def _allocate():
     return Memory(x, words, scales, x_scales, sums, sources, pairs, weights, tiles, barriers)
 
 
-# ---- producer warps ----
-
-
 @gluon_jit
-def _describe(memory, place, rows, scale, other_scale):
-    """A tile for the MMA warps: 0 rows after the last."""
-    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_PRODUCER_WARPS], [0]))
-    factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
-    memory.tiles.index(_FIRST_TILE + place).store(gl.where(word == 0, rows, factor))
-    _barrier.arrive(memory.barriers.index(_DESCRIBED + place))
+def keep_all(memory):
+    memory.x_scales._keep_alive()
+    _keep(memory)
+
+
+# ---- producer warps ----
 
 
 @gluon_jit
@@ -149,7 +147,7 @@ def _producer(
     while tile.expert >= 0:
         num_rows = tile.end - tile.start
         scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
-        _describe(memory, described, num_rows, scale, other_scale)
+        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
         described ^= 1
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         index += gl.num_programs(0)
@@ -169,56 +167,69 @@ def _producer(
             producer_commit_copies(ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
-    _describe(memory, described, gl.to_tensor(0), gl.to_tensor(0.0), gl.to_tensor(0.0))
+    zero = gl.to_tensor(0.0)
+    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
 
 
 # ---- weights ----
 
 
 @gluon_jit
-def _of_words(table, WORDS: gl.constexpr):
-    """[128, 4] -> [128, 16]: that of a word's group."""
-    table = table.expand_dims(2).broadcast_to([_BLOCK, 4, 4]).reshape([_BLOCK, 16])
-    return gl.convert_layout(table, WORDS, assert_trivial=True)
-
-
-@gluon_jit
 def _as_operand(words, MMA: gl.constexpr):
     """Two bits of the column of a thread's own words, as the MMA's layout has them: but names."""
-    words = words.reshape([_BLOCK, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([_BLOCK, 16])
+    ROWS: gl.constexpr = words.shape[0]
+    words = words.reshape([ROWS, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 16])
     return gl.convert_layout(words, MMA, assert_trivial=True)
 
 
+@known_at_compile_time
+def _words_layout(num_rows: int, *rest: int) -> Any:
+    """Which of the words [rows, 16] a thread has, or with 1 as `rest` of their groups' scales [rows, 4, any]."""
+
+    def at(row: int, column: int) -> list[int]:
+        return [row, column // 4, column % 4] if rest else [row, column]
+
+    warps = [at(16 << i, 0) for i in range((num_rows // 16).bit_length() - 1)]
+    lanes = [at(0, 4), at(0, 8), at(1, 0), at(2, 0), at(4, 0)]
+    return gl.DistributedLinearLayout(
+        [at(0, 1), at(0, 2), at(8, 0)], lanes, warps, [], [num_rows, 4, 4] if rest else [num_rows, 16]
+    )
+
+
 @gluon_jit
-def _weights(memory, half, MMA: gl.constexpr):
+def step_weights(memory, place, MMA: gl.constexpr):
     """The bytes of a step and a block: those of the first 16 columns of each product, and of the last."""
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [128, 16]
-    )
-    GROUPS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
-        [],
-        [128, 4, 4],
-    )
+    ROWS: gl.constexpr = memory.words.shape[1]
+    WORDS: gl.constexpr = _words_layout(ROWS)
+    GROUPS: gl.constexpr = _words_layout(ROWS, 1)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    words = memory.words.index(half).load(WORDS)
-    exponents = memory.scales.reinterpret(gl.int8, [2 * _STAGES, _BLOCK, 4], PLAIN).index(half)
+    words = memory.words.index(place).load(WORDS)
+    exponents = memory.scales.reinterpret(gl.int8, [memory.scales.shape[0], ROWS, 4], PLAIN).index(place)
     low, high = byte_tables(exponents.load(gl.SliceLayout(2, GROUPS)).to(gl.int32))
     first, last = decoded(words, _of_words(low, WORDS), _of_words(high, WORDS))
     return _as_operand(first, MMA), _as_operand(last, MMA)
 
 
 @gluon_jit
-def _added(memory, stage, sums, parts, MMA: gl.constexpr, N: gl.constexpr):
+def _of_words(table, WORDS: gl.constexpr):
+    """[rows, 4] -> [rows, 16]: that of a word's group."""
+    ROWS: gl.constexpr = table.shape[0]
+    table = table.expand_dims(2).broadcast_to([ROWS, 4, 4]).reshape([ROWS, 16])
+    return gl.convert_layout(table, WORDS, assert_trivial=True)
+
+
+@gluon_jit
+def plus_scaled(memory, stage, sums, parts, MMA: gl.constexpr, N: gl.constexpr):
     """sums + parts times the token rows' scales. Where registers are few, before the next chain begins."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_scales = memory.x_scales.reinterpret(gl.float32, [_STAGES * (_TOKENS // 16), 16], FLAT)
+    STAGES: gl.constexpr = memory.x_scales.shape[0]
+    PARTS: gl.constexpr = memory.x_scales.shape[1] // 16
+    x_scales = memory.x_scales.reinterpret(gl.float32, [STAGES * PARTS, 16], FLAT)
     added = ()
     for part in gl.static_range(len(parts)):
-        scale = x_scales.index(stage * (_TOKENS // 16) + part).load(gl.SliceLayout(0, MMA))
-        added = with_item(added, gl.fma(parts[part], scale.expand_dims(0).broadcast_to([_BLOCK, 16]), sums[part]))
+        scale = x_scales.index(stage * PARTS + part).load(gl.SliceLayout(0, MMA))
+        scale = scale.expand_dims(0).broadcast_to(parts[part].shape)
+        added = with_item(added, gl.fma(parts[part], scale, sums[part]))
     if N > _TWO_CHAINS:
         added = here(added)
     return added
@@ -233,28 +244,28 @@ def _mainloop(memory, sums, stage, phase, never, N: gl.constexpr, K: gl.constexp
     IS_EARLY: gl.constexpr = N <= _TWO_BLOCKS  # the next block's weights are decoded while a chain runs
     first, second, parts = sums, sums, sums
     warp_wait(_BARRIERS + stage * _BARRIER_BYTES, phase)
-    low, high = _weights(memory, 2 * stage, MMA)
+    low, high = step_weights(memory, 2 * stage, MMA)
     for step in range(K // 128):
         following, next_phase = next_stage(stage, phase, _STAGES)
         parts = begin_chain(parts, low, high, stage * _X_BYTES, never, N)
         if IS_EARLY:
-            later, last = _weights(memory, 2 * stage + 1, MMA)
+            later, last = step_weights(memory, 2 * stage + 1, MMA)
         parts = end_chain(parts, low, high)
-        first = _added(memory, stage, first, parts, MMA, N)
+        first = plus_scaled(memory, stage, first, parts, MMA, N)
         if not IS_EARLY:
-            later, last = _weights(memory, 2 * stage + 1, MMA)
+            later, last = step_weights(memory, 2 * stage + 1, MMA)
         parts = begin_chain(parts, later, last, stage * _X_BYTES, never, N)
         if IS_EARLY:  # noqa: SIM102
             if step + 1 < K // 128:
                 warp_wait(_BARRIERS + following * _BARRIER_BYTES, next_phase)
-                low, high = _weights(memory, 2 * following, MMA)
+                low, high = step_weights(memory, 2 * following, MMA)
         parts = end_chain(parts, later, last)
-        second = _added(memory, stage, second, parts, MMA, N)
+        second = plus_scaled(memory, stage, second, parts, MMA, N)
         warp_arrive(_BARRIERS + (_FREE + stage) * _BARRIER_BYTES)
         if not IS_EARLY:  # noqa: SIM102
             if step + 1 < K // 128:
                 warp_wait(_BARRIERS + following * _BARRIER_BYTES, next_phase)
-                low, high = _weights(memory, 2 * following, MMA)
+                low, high = step_weights(memory, 2 * following, MMA)
         stage, phase = following, next_phase
     return first, second
 
@@ -297,21 +308,22 @@ def _mma(memory, never, K: gl.constexpr):
 
 
 @gluon_jit
-def _epilogue(
+def epilogue(
     out_ptr, out_scale_ptr, weights_ptr, order, memory, limit, num_tiles,
-    OUTS: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, GATE_UP: gl.constexpr,
+    OUTS: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, GATE_UP: gl.constexpr, SUMMED: gl.constexpr,
 ):  # fmt: skip
     """Codes of hidden and their scales, or parts, four rows at a time."""
+    TOKENS: gl.constexpr = memory.pairs.shape[0]
     COLS: gl.constexpr = _OUTPUTS // 2 if GATE_UP else _OUTPUTS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_EPILOGUE_WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    all_pairs = memory.pairs.reinterpret(gl.int32, [_TOKENS // 4, 4], FLAT)
-    all_weights = memory.weights.reinterpret(gl.float32, [_TOKENS // 4, 4], FLAT)
+    all_pairs = memory.pairs.reinterpret(gl.int32, [TOKENS // 4, 4], FLAT)
+    all_weights = memory.weights.reinterpret(gl.float32, [TOKENS // 4, 4], FLAT)
     all_sums = memory.sums.reinterpret(
-        gl.bfloat16, [_TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        gl.bfloat16, [TOKENS // 4, 4, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     )
     row, col = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT)), gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
-    place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_EPILOGUE_WARPS], [0]))
+    place = gl.arange(0, TOKENS, gl.BlockedLayout([2], [32], [_EPILOGUE_WARPS], [0]))
     num_pairs = gl.load(order.offsets + E)
     index, phase = gl.program_id(0), gl.to_tensor(0)
     tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
@@ -323,7 +335,7 @@ def _epilogue(
         index += gl.num_programs(0)
         following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         num_rows = tile.end - tile.start
-        _barrier.wait(memory.barriers.index(_SUMMED), phase)
+        _barrier.wait(memory.barriers.index(SUMMED), phase)
         for four in range((num_rows + 3) // 4):
             sums = all_sums.index(four)
             rows, is_row = all_pairs.index(four).load(gl.SliceLayout(1, LAYOUT)), four * 4 + row < num_rows
@@ -336,7 +348,7 @@ def _epilogue(
                 gl.store(out_scale_ptr + rows * BLOCKS + tile.block, e8m0_to_float(scale), mask=is_row)
             else:
                 gl.store(target, sums.load(LAYOUT), mask=is_row[:, None])
-        _barrier.arrive(memory.barriers.index(_TAKEN))
+        _barrier.arrive(memory.barriers.index(SUMMED + 1))
         phase ^= 1
         tile = following
 
@@ -360,11 +372,10 @@ def fp8_experts_kernel(
                 x_ptr, x_scale_ptr, order, first, second, memory, num_tiles,
                 K, BLOCKS, E, TOP_K, GATE_UP, DATA_WORDS, SCALE_WORDS,
             )),
-            (_epilogue, (
-                out_ptr, out_scale_ptr, weights_ptr, order, memory, limit, num_tiles, OUTS, BLOCKS, E, GATE_UP,
+            (epilogue, (
+                out_ptr, out_scale_ptr, weights_ptr, order, memory, limit, num_tiles, OUTS, BLOCKS, E, GATE_UP, _SUMMED,
             )),
         ],
         [_PRODUCER_WARPS, _EPILOGUE_WARPS], [_REGISTERS, _REGISTERS],
     )  # fmt: skip
-    memory.x_scales._keep_alive()
-    _keep(memory)
+    keep_all(memory)

@@ -28,6 +28,8 @@ from dsv4.ops.moe.many.launch_tiles import launch_tiles
 from dsv4.ops.moe.sort import ExpertOrder, expert_sort, max_tiles
 from dsv4.testing.bench import BenchCase, Work
 from dsv4.testing.cases.moe import random_inputs, random_layer
+from tools.fp8.few import NUM_WARPS as FEW_WARPS
+from tools.fp8.few import fp8_few_kernel
 from tools.fp8.kernel import NUM_WARPS, fp8_experts_kernel
 from tools.fp8.study import fp8_sums
 
@@ -117,6 +119,26 @@ class Inputs:
             lambda: self._launch(hidden, (self.parts, self.hidden_scale), [down]),
         ]
 
+    def few(self, gate: Fp8Matrix, up: Fp8Matrix, down: Fp8Matrix) -> Calls:
+        hidden = self.hidden, self.hidden_scale
+        return [
+            lambda: self._launch_few((self.x, self.x_scale), hidden, [gate, up]),
+            lambda: self._launch_few(hidden, (self.parts, self.hidden_scale), [down]),
+        ]
+
+    def _launch_few(self, rows: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], matrices: list[Fp8Matrix]) -> None:
+        first, *others = matrices
+        num_experts, outs, width = first.shape
+        order = self.order
+        num_work = len(order.tile_experts) * (outs * len(matrices) // 256)
+        fp8_few_kernel[(min(132, num_work),)](
+            *rows, *out, self.weights,
+            PairOrder(order.pairs, order.offsets, order.tile_experts, order.tile_starts),
+            first.matrix, (others[0] if others else first).matrix, LIMIT, len(order.tile_experts),
+            K=width, OUTS=outs, E=num_experts, TOP_K=TOP_K, GATE_UP=bool(others),
+            num_warps=FEW_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
     def _launch(self, rows: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], matrices: list[Fp8Matrix]) -> None:
         first, *others = matrices
         num_experts, outs, width = first.shape
@@ -136,16 +158,17 @@ def random_matrices(device: torch.device) -> list[Fp8Matrix]:
     return [Fp8Matrix(E, *shape, device) for shape in ((I, D), (I, D), (D, I))]
 
 
-def _case(down: bool) -> BenchCase:
+def _case(down: bool, few: bool = False) -> BenchCase:
     """For the compile check."""
 
     def build(device: torch.device) -> Work:
-        return Work(Inputs.random(4096, device).fp8(*random_matrices(device))[int(down)], 0, 0)
+        inputs = Inputs.random(4096, device)
+        return Work((inputs.few if few else inputs.fp8)(*random_matrices(device))[int(down)], 0, 0)
 
-    return BenchCase("fp8_experts", "down" if down else "gate_up", {"tokens": 4096}, build)
+    return BenchCase("fp8_few" if few else "fp8_experts", "down" if down else "gate_up", {"tokens": 4096}, build)
 
 
-CASES = [_case(False), _case(True)]
+CASES = [_case(False), _case(True), _case(False, True), _case(True, True)]
 
 
 def check(inputs: Inputs, gate: Fp8Matrix, up: Fp8Matrix, down: Fp8Matrix) -> str:

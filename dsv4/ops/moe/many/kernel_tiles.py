@@ -156,13 +156,15 @@ def _tile_at(order, index, num_tiles, num_pairs, BLOCKS: gl.constexpr):
 
 
 @gluon_jit
-def _describe(memory, place, rows, scale, other_scale):
+def _describe(
+    memory, place, rows, scale, other_scale, FIRST_TILE: gl.constexpr, DESCRIBED: gl.constexpr, WARPS: gl.constexpr
+):
     """A tile for the MMA warps: 0 rows after the last. The other place is still read: a tile has more steps than there
     are stages, so the producer is never two tiles ahead."""
-    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [_PRODUCER_WARPS], [0]))
+    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [WARPS], [0]))
     factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
-    memory.tiles.index(_FIRST_TILE + place).store(gl.where(word == 0, rows, factor))
-    _barrier.arrive(memory.barriers.index(_DESCRIBED + place))
+    memory.tiles.index(FIRST_TILE + place).store(gl.where(word == 0, rows, factor))
+    _barrier.arrive(memory.barriers.index(DESCRIBED + place))
 
 
 @gluon_jit
@@ -211,7 +213,7 @@ def _producer(
     while tile.expert >= 0:
         num_rows = tile.end - tile.start
         scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
-        _describe(memory, described, num_rows, scale, other_scale)
+        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
         described ^= 1
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         index += gl.num_programs(0)
@@ -231,7 +233,8 @@ def _producer(
             producer_commit_copies(ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
-    _describe(memory, described, gl.to_tensor(0), gl.to_tensor(0.0), gl.to_tensor(0.0))
+    zero = gl.to_tensor(0.0)
+    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
 
 
 # ---- MMA warps ----

@@ -1,0 +1,272 @@
+"""The prototype's form for few tokens: the same chains as kernel.py, added in the same order, so its bits.
+
+Bytes of weights bound it. A persistent CTA on every multiprocessor takes tile after tile: up to 32 token rows of an
+expert, and 256 weight rows, 128 of gate and of up or 256 of down. Its 20 warps have four roles (S = STAGES):
+
+    role            warps  waits on                arrives at
+    weights             1  free[stage]             full[stage], by the copy engine
+    rows                1  free[stage]             full[stage] (32 threads, as their copies end), described[tile % 2]
+    MMA                16  described, full, taken  free[stage] (16, warp by warp), summed (16)
+    epilogue            2  summed                  taken (1)
+
+* Weights come by eight bulk copies a step of 128 columns, 17 KB: of four blocks of 64 rows the words and the scales.
+  Both producers run ahead, across tiles, as far as the ring holds: 136 KB of weights on each multiprocessor.
+* MMA: each four warps decode 64 weight rows and multiply them by 8, 16 or 32 token rows, a chain a step. Four groups
+  take turns by themselves: some wait for their chain while others decode.
+* No range of columns is summed apart from others (no split-K). So no order differs from that of many tokens.
+
+Shared memory, by hand, in bytes:
+
+         0  +--------------------------------------------+
+            | words      S x 256 weight rows x 16 int32  |
+            | x          S x 32 token rows x 128 bytes   |   swizzled
+            | sums       32 rows x 256 bf16              |
+            | scales     S x 256 weight rows x 4 bytes   |
+            | x_scales   S x 32 fp32                     |
+            | barriers, and from +256 on descriptions    |
+            +--------------------------------------------+
+"""
+
+from __future__ import annotations
+
+from dsv4.ops.lib.guard import gl, gluon_jit, hopper
+from dsv4.ops.lib.pipeline import (
+    BARRIER_BYTES,
+    init_ring_at,
+    later_stage,
+    next_stage,
+    producer_acquire,
+    producer_commit_copies,
+    ring_at,
+)
+from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
+from dsv4.ops.moe.kernel_rows import with_item
+from dsv4.ops.moe.many.kernel_tiles import _describe, _tile_at
+from tools.fp8.chains import begin_chain, end_chain
+from tools.fp8.kernel import Memory, epilogue, keep_all, plus_scaled, step_weights
+
+ROWS = 32  # token rows of a tile
+STAGES = 8
+NUM_WARPS = 16  # MMA warps
+
+_ROWS, _OUTPUTS, _STAGES = gl.constexpr(ROWS), gl.constexpr(256), gl.constexpr(STAGES)
+_MMA_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2)
+_REGISTERS = gl.constexpr(56)  # of all warps but those of MMA, which then have 104
+_FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
+_BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
+_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(256), gl.constexpr(256 // 16)
+_X_BYTES = gl.constexpr(ROWS * 128)  # of a stage
+_BLOCK_BYTES = gl.constexpr(64 * 64)  # 64 weight rows of a step
+_X = gl.constexpr(STAGES * 256 * 64)
+_SCALES = gl.constexpr(STAGES * (256 * 64 + ROWS * 128) + ROWS * 512)
+_BARRIERS = gl.constexpr(STAGES * (256 * 68 + ROWS * 132) + ROWS * 512)
+_MARK = gl.constexpr(0x6B5A4938)
+if hopper is not None:
+    _barrier, _async = hopper.mbarrier, hopper.async_copy
+
+
+@gluon_jit
+def _allocate():
+    """All that is looked for by its address comes in the order of size."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    words = gl.allocate_shared_memory(gl.int32, [_STAGES, _OUTPUTS, 16], PLAIN)
+    x = gl.allocate_shared_memory(gl.int8, [_STAGES, _ROWS, 128], gl.NVMMASharedLayout(128, 8, 2))
+    sums = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [_STAGES, _OUTPUTS], FLAT)
+    x_scales = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], FLAT)
+    rest = gl.allocate_shared_memory(gl.int32, [128], FLAT)
+    pairs = gl.allocate_shared_memory(gl.int32, [_ROWS], FLAT)
+    weights = gl.allocate_shared_memory(gl.float32, [_ROWS], FLAT)
+    tiles = rest.reinterpret(gl.int32, [32, 4], FLAT)
+    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
+    x.reinterpret(gl.int32, [_STAGES * _ROWS * 8, 4], FLAT).index(0).store(mark)
+    scales.reinterpret(gl.int32, [_STAGES * 64, 4], FLAT).index(0).store(mark)
+    tiles.index(_FIRST_TILE).store(mark)
+    barriers = rest.reinterpret(gl.int64, [64, 1], _barrier.MBarrierLayout())
+    init_ring_at(barriers, 0, _STAGES, 33, _MMA_WARPS)
+    _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
+    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
+        _barrier.init(barriers.index(barrier), count=1)
+    gl.barrier()
+    return Memory(x, words, scales, x_scales, sums, pairs, pairs, weights, tiles, barriers)
+
+
+# ---- producer warps ----
+
+
+@gluon_jit
+def _bulk_copy(source, target, size, barrier):
+    """Each lane's `size` bytes, if any: from an address to an offset of shared memory, counted at a barrier."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 at, bar; setp.ne.b32 p, $3, 0; mov.u32 bar, global_smem; add.u32 at, bar, $2;\n"
+        "add.u32 bar, bar, $4; mov.b32 $0, $2;\n"
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [at], [$1], $3, [bar]; }",
+        "=r,l,r,r,r", [source, target, size, barrier], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon_jit
+def _first_block(tile, BLOCKS: gl.constexpr, GATE_UP: gl.constexpr):
+    """The first 64 weight rows of a tile, among those of all experts."""
+    PER_TILE: gl.constexpr = 2 if GATE_UP else 4
+    return (tile.expert * BLOCKS + tile.block) * PER_TILE
+
+
+@gluon_jit
+def _words_warp(
+    order, first, second, memory, num_tiles,
+    K: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Words of four blocks of 64 weight rows: a lane for each."""
+    ring = ring_at(memory.barriers, 0, _STAGES)
+    place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    size = gl.where(place < 4, _BLOCK_BYTES, 0)
+    start = first.data.to(gl.int64)
+    if GATE_UP:
+        start = gl.where(place < 2, start, second.data.to(gl.int64))
+    num_pairs = gl.load(order.offsets + E)
+    index, stage, phase = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(1)
+    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    while tile.expert >= 0:
+        block = _first_block(tile, BLOCKS, GATE_UP) + (place % 2 if GATE_UP else place)
+        source = start + block.to(gl.int64) * (K // 128 * _BLOCK_BYTES)
+        index += gl.num_programs(0)
+        tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        for _ in range(K // 128):
+            producer_acquire(ring, stage, phase)
+            _barrier.expect(ring.full.index(stage), 4 * _BLOCK_BYTES)
+            _bulk_copy(source, (stage * 4 + place) * _BLOCK_BYTES, size, _BARRIERS + stage * _BARRIER_BYTES)
+            source += _BLOCK_BYTES
+            stage, phase = next_stage(stage, phase, _STAGES)
+
+
+@gluon_jit
+def _rows_warp(
+    x_ptr, x_scale_ptr, order, first, second, memory, num_tiles,
+    K: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """Token rows and their scales, scales of weights, and descriptions of tiles for the MMA warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
+    SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ring = ring_at(memory.barriers, 0, _STAGES)
+    scales = memory.scales.reinterpret(gl.int32, [_STAGES, 4, 64], PLAIN)
+    num_pairs = gl.load(order.offsets + E)
+    row, col = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    place = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    block, word = gl.arange(0, 4, gl.SliceLayout(1, SCALES)), gl.arange(0, 64, gl.SliceLayout(0, SCALES))
+    index, described = gl.program_id(0), gl.to_tensor(0)
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    while tile.expert >= 0:
+        num_rows = tile.end - tile.start
+        scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
+        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, 1)
+        described ^= 1
+        rows = _row_of(order, tile, row, TOP_K, GATE_UP) * K  # [32]
+        scale_rows = x_scale_ptr + _row_of(order, tile, place, TOP_K, GATE_UP) * (K // 128)
+        first_block = _first_block(tile, BLOCKS, GATE_UP)
+        inside = (block % 2 if GATE_UP else block)[:, None] * (K // 2) + word[None, :]
+        scale_ptr = first.scale + first_block * (K // 2)
+        if GATE_UP:
+            scale_ptr = gl.where(block[:, None] < 2, scale_ptr, second.scale + first_block * (K // 2))
+        index += gl.num_programs(0)
+        tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        for step in range(K // 128):
+            producer_acquire(ring, stage, phase)
+            source = x_ptr + step * 128 + (rows[:, None] + col[None, :])
+            _async.async_load(memory.x.index(stage), source, mask=(row < num_rows)[:, None])
+            _async.async_load(scales.index(stage), scale_ptr + (inside + step * 64))
+            _async.async_load(memory.x_scales.index(stage), scale_rows + step, mask=place < num_rows)
+            producer_commit_copies(ring, stage)
+            stage, phase = next_stage(stage, phase, _STAGES)
+    zero = gl.to_tensor(0.0)
+    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, 1)
+
+
+@gluon_jit
+def _row_of(order, tile, place, TOP_K: gl.constexpr, GATE_UP: gl.constexpr):
+    """Rows of x or hidden at places of a tile; behind its last, that one."""
+    pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
+    return pair // TOP_K if GATE_UP else pair
+
+
+# ---- MMA warps ----
+
+
+@gluon_jit
+def _mainloop(memory, sums, stage, phase, N: gl.constexpr, K: gl.constexpr, MMA: gl.constexpr):
+    """Sums over all of K: `sums` are zeros [256, 16] for each 16 of N rows."""
+    for _ in range(K // 128):
+        warp_wait(_BARRIERS + stage * _BARRIER_BYTES, phase)
+        low, high = step_weights(memory, stage, MMA)
+        parts = begin_chain((), low, high, _X + stage * _X_BYTES, 0, N)
+        parts = end_chain(parts, low, high)
+        sums = plus_scaled(memory, stage, sums, parts, MMA, N)
+        warp_arrive(_BARRIERS + (_FREE + stage) * _BARRIER_BYTES)
+        stage, phase = next_stage(stage, phase, _STAGES)
+    return sums
+
+
+@gluon_jit
+def _leave_sums(memory, sums, scale, other_scale, MMA: gl.constexpr):
+    """[32, 256], the second half with a factor of its own."""
+    row = gl.arange(0, _OUTPUTS, gl.SliceLayout(1, MMA))
+    factor = gl.where(row < _OUTPUTS // 2, scale, other_scale).expand_dims(1)
+    first = (sums[0] * factor).to(gl.bfloat16)
+    last = (sums[len(sums) - 1] * factor).to(gl.bfloat16)  # of up to 16 rows: anything
+    memory.sums.store(gl.join(first, last).permute((2, 1, 0)).reshape([_ROWS, _OUTPUTS]))
+
+
+@gluon_jit
+def _mma(memory, K: gl.constexpr):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MMA_WARPS, 1], [16, 16, 16])
+    zeros = gl.zeros([_OUTPUTS, 16], gl.float32, MMA)
+    stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    warp_wait(_BARRIERS + _DESCRIBED * _BARRIER_BYTES, 0)
+    num_rows = load_word(_BARRIERS + _DESCRIPTIONS)
+    while num_rows > 0:
+        for size in gl.static_range(3):
+            if (num_rows <= 8 << size) & (num_rows > (4 << size) * (size > 0)):
+                sums = _mainloop(memory, (zeros,) * (1 + size // 2), stage, phase, 8 << size, K, MMA)
+                warp_wait(_BARRIERS + _TAKEN * _BARRIER_BYTES, number % 2 ^ 1)
+                factors = _BARRIERS + _DESCRIPTIONS + number % 2 * 16
+                scale = load_word(factors + 4).to(gl.float32, bitcast=True)
+                other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
+                _leave_sums(memory, sums, scale, other_scale, MMA)
+        warp_arrive(_BARRIERS + _SUMMED * _BARRIER_BYTES)
+        stage, phase = later_stage(stage, phase, K // 128, _STAGES)
+        number += 1
+        warp_wait(_BARRIERS + (_DESCRIBED + number % 2) * _BARRIER_BYTES, number // 2 % 2)
+        num_rows = load_word(_BARRIERS + _DESCRIPTIONS + number % 2 * 16)
+
+
+@gluon_jit(do_not_specialize=("num_tiles",))
+def fp8_few_kernel(
+    x_ptr, x_scale_ptr, out_ptr, out_scale_ptr, weights_ptr, order, first, second, limit, num_tiles,
+    K: gl.constexpr, OUTS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, GATE_UP: gl.constexpr,
+):  # fmt: skip
+    """As `fp8_experts_kernel`."""
+    BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
+    memory = _allocate()
+    if (
+        (load_word(_X) != _MARK) | (load_word(_SCALES) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK)
+    ):
+        trap()
+    gl.barrier()
+    gl.warp_specialize(
+        [
+            (_mma, (memory, K)),
+            (_words_warp, (order, first, second, memory, num_tiles, K, BLOCKS, E, GATE_UP)),
+            (_rows_warp, (
+                x_ptr, x_scale_ptr, order, first, second, memory, num_tiles, K, BLOCKS, E, TOP_K, GATE_UP,
+            )),
+            (epilogue, (
+                out_ptr, out_scale_ptr, weights_ptr, order, memory, limit, num_tiles, OUTS, BLOCKS, E, GATE_UP,
+                _SUMMED,
+            )),
+        ],
+        [1, 1, _EPILOGUE_WARPS], [_REGISTERS, _REGISTERS, _REGISTERS],
+    )  # fmt: skip
+    keep_all(memory)
