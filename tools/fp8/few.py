@@ -40,7 +40,7 @@ from dsv4.ops.lib.pipeline import (
     ring_at,
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
-from dsv4.ops.moe.kernel_rows import with_item
+from dsv4.ops.moe.kernel_rows import PairOrder
 from dsv4.ops.moe.many.kernel_tiles import _describe, _tile_at
 from tools.fp8.chains import begin_chain, end_chain
 from tools.fp8.kernel import Memory, epilogue, keep_all, plus_scaled, step_weights
@@ -242,14 +242,65 @@ def _mma(memory, K: gl.constexpr):
         num_rows = load_word(_BARRIERS + _DESCRIPTIONS + number % 2 * 16)
 
 
+# ---- the order of pairs, where no launch has sorted them ----
+
+
+@gluon_jit
+def _order_at(scratch, E: gl.constexpr):
+    """At `scratch`: pairs, experts of tiles, where tiles start, number of pairs in use."""
+    return PairOrder(scratch, scratch + (3 * _ROWS - E), scratch + _ROWS, scratch + 2 * _ROWS)
+
+
+@gluon_jit
+def _find_order(memory, order, experts_ptr, num_pairs, E: gl.constexpr):
+    """What a sort by expert would leave of up to 32 pairs, each of which counts those before it. An expert has one
+    tile. Sums are those of a warp's own lanes: others would take shared memory, and all that lies there is found by
+    its address."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [_MMA_WARPS, 1], [1, 0])
+    row, col = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, _ROWS, gl.SliceLayout(0, LAYOUT))
+    own = _expert_at(experts_ptr, row, num_pairs, E)
+    other = _expert_at(experts_ptr, col, num_pairs, E)[None, :]
+    is_earlier = (other == own[:, None]) & (col[None, :] < row[:, None])
+    rank = gl.sum(is_earlier.to(gl.int32), 1)
+    memory.pairs.store(rank)
+    gl.store(order.tile_experts + row, gl.full_like(row, -1))
+    gl.store(order.tile_starts + row, gl.full_like(row, -1))
+    gl.barrier()
+    is_less = other < own[:, None]
+    place = rank + gl.sum(is_less.to(gl.int32), 1)
+    is_first = (memory.pairs.load(gl.SliceLayout(0, LAYOUT)) == 0)[None, :]
+    tile = gl.sum((is_less & is_first).to(gl.int32), 1)
+    gl.store(order.pairs + place, row, mask=own < E)
+    gl.store(order.tile_experts + tile, own, mask=(own < E) & (rank == 0))
+    gl.store(order.tile_starts + tile, place, mask=(own < E) & (rank == 0))
+    gl.store(order.offsets + E + row * 0, gl.sum((other < E).to(gl.int32) + row[:, None] * 0, 1))
+    gl.barrier()
+
+
+@gluon_jit
+def _expert_at(experts_ptr, pair, num_pairs, E: gl.constexpr):
+    """E where there is none."""
+    expert = gl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1).to(gl.int32)
+    return gl.where((expert >= 0) & (expert < E), expert, E)
+
+
 @gluon_jit(do_not_specialize=("num_tiles",))
 def fp8_few_kernel(
-    x_ptr, x_scale_ptr, out_ptr, out_scale_ptr, weights_ptr, order, first, second, limit, num_tiles,
+    x_ptr, x_scale_ptr, out_ptr, out_scale_ptr, weights_ptr, experts_ptr, order, first, second, limit, num_tiles,
     K: gl.constexpr, OUTS: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, GATE_UP: gl.constexpr,
+    IS_SORTED: gl.constexpr,
 ):  # fmt: skip
-    """As `fp8_experts_kernel`."""
+    """As `fp8_experts_kernel`. Not IS_SORTED: `num_tiles` is the number of pairs, up to ROWS, of which `experts_ptr`
+    has the experts. A CTA of gate and up sorts them for itself, at a place of its own behind `order.pairs`; those of
+    down read what the first has left there."""
     BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
     memory = _allocate()
+    if not IS_SORTED:
+        if GATE_UP:
+            order = _order_at(order.pairs + gl.program_id(0) * (4 * _ROWS), E)
+            _find_order(memory, order, experts_ptr, num_tiles, E)
+        else:
+            order = _order_at(order.pairs, E)
     if (
         (load_word(_X) != _MARK) | (load_word(_SCALES) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK)
     ):

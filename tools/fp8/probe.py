@@ -129,13 +129,16 @@ class Inputs:
     def _launch_few(self, rows: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], matrices: list[Fp8Matrix]) -> None:
         first, *others = matrices
         num_experts, outs, width = first.shape
-        order = self.order
-        num_work = len(order.tile_experts) * (outs * len(matrices) // 256)
-        fp8_few_kernel[(min(132, num_work),)](
-            *rows, *out, self.weights,
-            PairOrder(order.pairs, order.offsets, order.tile_experts, order.tile_starts),
-            first.matrix, (others[0] if others else first).matrix, LIMIT, len(order.tile_experts),
-            K=width, OUTS=outs, E=num_experts, TOP_K=TOP_K, GATE_UP=bool(others),
+        order, num_pairs = self.order, self.experts.numel()
+        num_tiles = len(order.tile_experts) if order else num_pairs
+        pair_order = (
+            PairOrder(order.pairs, order.offsets, order.tile_experts, order.tile_starts)
+            if order else PairOrder(*(self.scratch,) * 4)
+        )
+        fp8_few_kernel[(min(132, num_tiles * (outs * len(matrices) // 256)),)](
+            *rows, *out, self.weights, self.experts, pair_order,
+            first.matrix, (others[0] if others else first).matrix, LIMIT, num_tiles,
+            K=width, OUTS=outs, E=num_experts, TOP_K=TOP_K, GATE_UP=bool(others), PAIRS=0 if order else 32,
             num_warps=FEW_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

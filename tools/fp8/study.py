@@ -42,14 +42,20 @@ def chain_sums(x: Tensor, weight: Tensor, smallest: float = 0.0) -> Tensor:
     Of weights, a number below `smallest` is a subnormal code; as a rule there are none: scales see to that."""
     sums = x.new_zeros(len(x), len(weight))
     for start in range(0, x.shape[1], STEP):
-        left, right = x[:, None, start : start + STEP], weight[None, :, start : start + STEP]
-        products = left * right  # [P, N, 32], exact
-        sizes = power_below(left.abs()).clamp_min(SMALLEST_NORMAL) * power_below(right.abs()).clamp_min(smallest)
-        sizes = torch.where(products == 0, 0, sizes).amax(-1)
-        largest = torch.maximum(sizes, power_below(sums.abs()))
-        sums = cut_off(products, largest[..., None]).sum(-1) + cut_off(sums, largest)
-        sums = cut_off(sums, power_below(sums.abs()))
+        columns = slice(start, start + STEP)
+        sums = plus_products(sums, x[:, columns], weight[:, columns], smallest)
     return sums
+
+
+def plus_products(sums: Tensor, left: Tensor, right: Tensor, smallest: float) -> Tensor:
+    """An instruction: sums [P, N] plus the products of [P, 32] and [N, 32], as in `chain_sums`."""
+    left, right = left[:, None], right[None]
+    products = left * right  # [P, N, 32], exact
+    sizes = power_below(left.abs()).clamp_min(SMALLEST_NORMAL) * power_below(right.abs()).clamp_min(smallest)
+    sizes = torch.where(products == 0, 0, sizes).amax(-1)
+    largest = torch.maximum(sizes, power_below(sums.abs()))
+    sums = cut_off(products, largest[..., None]).sum(-1) + cut_off(sums, largest)
+    return cut_off(sums, power_below(sums.abs()))
 
 
 def fp8_sums(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
