@@ -16,7 +16,7 @@ from dsv4.formats.e8m0 import e8m0_to_float
 from dsv4.formats.fp8 import fp8_quantize
 from dsv4.ops.lib.invariant import silu
 from dsv4.ops.moe.kernel_rows import Matrix, PairOrder
-from dsv4.ops.moe.sort import ExpertOrder, expert_sort, expert_sort_ref, max_tiles
+from dsv4.ops.moe.sort import ExpertOrder, expert_sort, expert_sort_ref
 from dsv4.testing.bench import BenchCase, Work
 from tools.fp8 import few, kernel
 from tools.fp8.study import fp8_sums
@@ -127,15 +127,8 @@ class Call:
         )  # fmt: skip
 
     def sort(self, tile_rows: int) -> ExpertOrder:
-        num_experts, device = self.sizes.num_experts, self.x.device
-        if device.type == "cuda":
-            return expert_sort(self.experts, num_experts, tile_rows)
-        if device.type == "cpu":
-            return expert_sort_ref(self.experts, num_experts, tile_rows)
-        pairs = self.experts.numel()
-        tiles = max_tiles(pairs, num_experts, tile_rows)
-        counts = num_experts, num_experts + 1, pairs, tiles, tiles
-        return ExpertOrder(*(torch.empty(count, dtype=torch.int32, device=device) for count in counts))
+        sort = expert_sort_ref if self.x.device.type == "cpu" else expert_sort
+        return sort(self.experts, self.sizes.num_experts, tile_rows)
 
     def many(self, matrices: list[Fp8Matrix], order: ExpertOrder | None = None) -> list[Callable[[], None]]:
         """Gate and up; down. `order` in tiles of MANY_ROWS."""
@@ -147,9 +140,7 @@ class Call:
             order = self.sort(few.ROWS)
         return self._launches(matrices, order, is_few=True)
 
-    def _launches(
-        self, matrices: list[Fp8Matrix], order: ExpertOrder | None, is_few: bool
-    ) -> list[Callable[[], None]]:
+    def _launches(self, matrices: list[Fp8Matrix], order: ExpertOrder | None, is_few: bool) -> list[Callable[[], None]]:
         gate, up, down = matrices
         hidden = self.hidden, self.hidden_scale
         return [

@@ -88,6 +88,7 @@ def _allocate():
     _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
     for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
         _barrier.init(barriers.index(barrier), count=1)
+    hopper.fence_async_shared()  # the copy engine counts at them
     gl.barrier()
     return Memory(x, words, scales, x_scales, sums, pairs, pairs, weights, tiles, barriers)
 
@@ -301,9 +302,7 @@ def fp8_few_kernel(
             _find_order(memory, order, experts_ptr, num_tiles, E)
         else:
             order = _order_at(order.pairs, E)
-    if (
-        (load_word(_X) != _MARK) | (load_word(_SCALES) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK)
-    ):
+    if (load_word(_X) != _MARK) | (load_word(_SCALES) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK):
         trap()
     gl.barrier()
     gl.warp_specialize(

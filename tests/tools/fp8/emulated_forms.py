@@ -3,6 +3,7 @@
 In a process of its own, since TRITON_INTERPRET must not be set.  python tests/tools/fp8/emulated_forms.py TOKENS ...
 """
 
+import copy
 import json
 import re
 import sys
@@ -12,20 +13,27 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 
-from tools.compiled.ptx_machine import EmulationError, emulated
+from tools.compiled.ptx_arithmetic import EmulationError
+from tools.compiled.ptx_machine import emulated
 from tools.fp8.experts import Call, Sizes, random_matrices
+from tools.fp8.few import ROWS
 
 # as few columns as there may be: a tile has more steps than the ring has stages
 SIZES = Sizes(dim=1280, width=1152, num_experts=4, top_k=2)
+ALL_SIGNS = 0x88888888 - 2**32
 CPU = torch.device("cpu")
 
 
-def launch(call, matrices, is_few, is_hidden, block, edit=lambda ptx: ptx, seed=0):
+def unchanged(ptx):
+    return ptx
+
+
+def launch(call, matrices, is_few, is_hidden, block, edit=unchanged, seed=0, order=None):
     """One block of every expert: gate and up, or down."""
     num_blocks = SIZES.width // 128 if is_hidden else SIZES.dim // 256
     with emulated(seed) as emulation:
         emulation.edit, emulation.blocks = edit, ([block], num_blocks)
-        (call.few if is_few else call.many)(matrices)[0 if is_hidden else 1]()
+        (call.few if is_few else call.many)(matrices, order)[0 if is_hidden else 1]()
 
 
 def random_hidden(call):
@@ -50,56 +58,83 @@ def compared(tokens):
             kept.append([part.clone() for part in ((call.hidden, call.hidden_scale) if is_hidden else (call.parts,))])
             for part in (call.hidden, call.hidden_scale) if is_hidden else (call.parts,):
                 part.zero_()
-        found[f"equal {is_hidden}"] = all(torch.equal(*pair) for pair in zip(*kept, strict=True))
+        found["equal"] = found.get("equal", True) and all(torch.equal(*pair) for pair in zip(*kept, strict=True))
     found["pairs of experts"] = [int((call.experts == expert).sum()) for expert in range(SIZES.num_experts)]
     return found
 
 
+# ---- planted mistakes ----
+
+
 def second_product_first(ptx):
     """The first two products of a chain change places."""
-    pattern = r"(wgmma\.mma_async[^{]*\{[^}]*\}, )(\{[^}]*\})(, x, 0, 1, 1;\s*add\.u32 at, at, )2(;[^{]*\{at, 0x40000040\};\s*)" \
-        r"(wgmma\.mma_async[^{]*\{[^}]*\}, )(\{[^}]*\})(, x, 1, 1, 1;\s*)add\.u32 at, at, 2;"  # fmt: skip
-    swapped = r"add.u32 at, at, 2; mov.b64 x, {at, 0x40000040}; \g<1>\g<6>\g<3>-2\g<4>\g<5>\g<2>\g<7>add.u32 at, at, 4;"
-    ptx, count = re.subn(pattern, swapped, ptx)
-    assert count
+    weights = r"(wgmma\.mma_async[^{]*\{[^}]*\}, )(\{[^}]*\})"
+    pattern = (
+        rf"{weights}(, x, 0, 1, 1;) add\.u32 at, at, 2; mov\.b64 x, \{{at, 0x40000040\}}; {weights}(, x, 1, 1, 1;) add"
+    ).replace(" ", r"\s*")
+    swapped = (
+        r"add.u32 at, at, 2; mov.b64 x, {at, 0x40000040}; \1\5\3 sub.u32 at, at, 2; mov.b64 x, {at, 0x40000040}; "
+        r"\4\2\6 add.u32 at, at, 2; add"
+    )
+    return changed(pattern, swapped, ptx)
+
+
+def changed(pattern, replacement, ptx):
+    ptx, count = re.subn(pattern, replacement, ptx)
+    assert count, pattern
     return ptx
 
 
 def no_promotion(ptx):
-    """Chains are not begun from zero."""
-    ptx, count = re.subn(r"(wgmma\.mma_async[^;]*, x, )0, 1, 1;", r"\g<1>1, 1, 1;", ptx)
-    assert count
-    return ptx
+    """A chain goes on from the one before, in the tensor cores, and is all there is."""
+    ptx = changed(r"(wgmma\.mma_async[^;]*, x, )0, 1, 1;", r"\g<1>1, 1, 1;", ptx)
+    ptx = changed(r"fma\.rn\.f32([^;]*), %r\d+;", r"mul.rn.f32\1;", ptx)
+    names = {name for outs in re.findall(r"mma_async\S* \{([^}]*)\}", ptx) for name in outs.split(", ")}
+    zeros = "".join(f"mov.b32 {name}, 0;" for name in sorted(names))
+    return changed(r"(mov\.u32 \s*%r1, %tid\.x;)", rf"\1 {zeros}", ptx)
 
 
-def no_wait(ptx):
-    ptx, count = re.subn(r"wgmma\.wait_group\.sync\.aligned 0;", "", ptx)
-    assert count
-    return ptx
+def no_wait_for_products(ptx):
+    return changed(r"wgmma\.wait_group\.sync\.aligned 0;", "", ptx)
 
 
-def early_release(ptx):
-    """MMA warps do not wait for a stage to be full."""
-    ptx, count = re.subn(r"again: mbarrier[^;]*;\s*@!p bra again;", "", ptx)
-    assert count
-    return ptx
+def no_wait_for_stages(ptx):
+    return changed(r"again: mbarrier[^;]*;\s*@!p bra again;", "", ptx)
 
 
-MISTAKES = second_product_first, no_promotion, no_wait, early_release
+MISTAKES = second_product_first, no_promotion, no_wait_for_products, no_wait_for_stages
 
 
 def planted():
+    """Of down, one expert, scales of 1: how many parts are wrong, or what the machine said. The last 128 columns take
+    away what the first bring, which is large: so bits depend on the order of sums."""
     torch.manual_seed(0)
     call, matrices = Call.random(3, SIZES, CPU), random_matrices(SIZES, CPU)
+    call.experts[:, 0], call.experts[:, 1] = 2, -1
     random_hidden(call)
-    places = [(expert, 1, False) for expert in call.experts.unique().tolist()]
+    call.hidden_scale.fill_(1)
+    down = matrices[2]
+    down.data[:, :, -1], down.scale[:, :, -1] = down.data[:, :, 0] ^ ALL_SIGNS, down.scale[:, :, 0]
+    call.hidden[:, -128:] = call.hidden[:, :128]
     found = {}
-    for mistake in (lambda ptx: ptx, *MISTAKES):
+
+    def run(name, edit, given=call, third=down):
+        given.parts.zero_()
         try:
-            launch(call, matrices, True, False, 1, mistake)
-            found[mistake.__name__] = call.wrong(matrices, places)["parts"]
+            launch(given, [*matrices[:2], third], True, False, 1, edit, order=call.sort(ROWS))
+            found[name] = call.wrong(matrices, [(2, 1, False)])["parts"]
         except EmulationError as error:
-            found[mistake.__name__] = str(error)
+            found[name] = str(error)
+
+    for mistake in (unchanged, *MISTAKES):
+        run(mistake.__name__, mistake)
+    call.hidden_scale[:, 0] = call.hidden_scale[:, -1] = 2.0**16
+    run("large", unchanged)
+    # the same products, of which the first 128 columns come last
+    turned, other = copy.copy(call), copy.copy(down)
+    turned.hidden, turned.hidden_scale = call.hidden.roll(-128, 1), call.hidden_scale.roll(-1, 1)
+    other.data, other.scale = down.data.roll(-1, 2), down.scale.roll(-1, 2)
+    run("first_step_last", unchanged, turned, other)
     return found
 
 
