@@ -32,7 +32,6 @@ from __future__ import annotations
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
     BARRIER_BYTES,
-    init_ring_at,
     later_stage,
     next_stage,
     producer_acquire,
@@ -41,7 +40,7 @@ from dsv4.ops.lib.pipeline import (
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
 from dsv4.ops.moe.kernel_rows import PairOrder
-from dsv4.ops.moe.many.kernel_tiles import _describe, _tile_at
+from dsv4.ops.moe.many.tiles import describe, described_factors, described_rows, tile_at, tile_barriers
 from tools.fp8.chains import begin_chain, end_chain
 from tools.fp8.kernel import Memory, epilogue, keep_all, plus_scaled, step_weights
 
@@ -52,9 +51,9 @@ NUM_WARPS = 16  # MMA warps
 _ROWS, _OUTPUTS, _STAGES = gl.constexpr(ROWS), gl.constexpr(256), gl.constexpr(STAGES)
 _MMA_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2)
 _REGISTERS = gl.constexpr(56)  # of all warps but those of MMA, which then have 104
-_FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
+_FREE, _SUMMED = gl.constexpr(STAGES), gl.constexpr(2 * STAGES)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(256), gl.constexpr(256 // 16)
+_DESCRIPTIONS = gl.constexpr(256)
 _X_BYTES = gl.constexpr(ROWS * 128)  # of a stage
 _BLOCK_BYTES = gl.constexpr(64 * 64)  # 64 weight rows of a step
 _X = gl.constexpr(STAGES * 256 * 64)
@@ -82,12 +81,8 @@ def _allocate():
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
     x.reinterpret(gl.int32, [_STAGES * _ROWS * 8, 4], FLAT).index(0).store(mark)
     scales.reinterpret(gl.int32, [_STAGES * 64, 4], FLAT).index(0).store(mark)
-    tiles.index(_FIRST_TILE).store(mark)
-    barriers = rest.reinterpret(gl.int64, [64, 1], _barrier.MBarrierLayout())
-    init_ring_at(barriers, 0, _STAGES, 33, _MMA_WARPS)
-    _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
-    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
-        _barrier.init(barriers.index(barrier), count=1)
+    tiles.index(_DESCRIPTIONS // 16).store(mark)
+    barriers = tile_barriers(rest, _STAGES, 33, _MMA_WARPS)
     hopper.fence_async_shared()  # the copy engine counts at them
     gl.barrier()
     return Memory(x, words, scales, x_scales, sums, pairs, pairs, weights, tiles, barriers)
@@ -128,12 +123,12 @@ def _words_warp(
         start = gl.where(place < 2, start, second.data.to(gl.int64))
     num_pairs = gl.load(order.offsets + E)
     index, stage, phase = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(1)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         block = _first_block(tile, BLOCKS, GATE_UP) + (place % 2 if GATE_UP else place)
         source = start + block.to(gl.int64) * (K // 128 * _BLOCK_BYTES)
         index += gl.num_programs(0)
-        tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         for _ in range(K // 128):
             producer_acquire(ring, stage, phase)
             _barrier.expect(ring.full.index(stage), 4 * _BLOCK_BYTES)
@@ -159,11 +154,11 @@ def _rows_warp(
     block, word = gl.arange(0, 4, gl.SliceLayout(1, SCALES)), gl.arange(0, 64, gl.SliceLayout(0, SCALES))
     index, described = gl.program_id(0), gl.to_tensor(0)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         num_rows = tile.end - tile.start
         scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
-        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, 1)
+        describe(memory, described, num_rows, scale, other_scale, _STAGES, _DESCRIPTIONS, 1)
         described ^= 1
         rows = _row_of(order, tile, row, TOP_K, GATE_UP) * K  # [32]
         scale_rows = x_scale_ptr + _row_of(order, tile, place, TOP_K, GATE_UP) * (K // 128)
@@ -173,7 +168,7 @@ def _rows_warp(
         if GATE_UP:
             scale_ptr = gl.where(block[:, None] < 2, scale_ptr, second.scale + first_block * (K // 2))
         index += gl.num_programs(0)
-        tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         for step in range(K // 128):
             producer_acquire(ring, stage, phase)
             source = x_ptr + step * 128 + (rows[:, None] + col[None, :])
@@ -183,7 +178,7 @@ def _rows_warp(
             producer_commit_copies(ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
     zero = gl.to_tensor(0.0)
-    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, 1)
+    describe(memory, described, gl.to_tensor(0), zero, zero, _STAGES, _DESCRIPTIONS, 1)
 
 
 @gluon_jit
@@ -225,22 +220,17 @@ def _mma(memory, K: gl.constexpr):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MMA_WARPS, 1], [16, 16, 16])
     zeros = gl.zeros([_OUTPUTS, 16], gl.float32, MMA)
     stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    warp_wait(_BARRIERS + _DESCRIBED * _BARRIER_BYTES, 0)
-    num_rows = load_word(_BARRIERS + _DESCRIPTIONS)
+    num_rows = described_rows(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
     while num_rows > 0:
         for size in gl.static_range(3):
             if (num_rows <= 8 << size) & (num_rows > (4 << size) * (size > 0)):
                 sums = _mainloop(memory, (zeros,) * (1 + size // 2), stage, phase, 8 << size, K, MMA)
-                warp_wait(_BARRIERS + _TAKEN * _BARRIER_BYTES, number % 2 ^ 1)
-                factors = _BARRIERS + _DESCRIPTIONS + number % 2 * 16
-                scale = load_word(factors + 4).to(gl.float32, bitcast=True)
-                other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
+                scale, other_scale = described_factors(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
                 _leave_sums(memory, sums, scale, other_scale, MMA)
         warp_arrive(_BARRIERS + _SUMMED * _BARRIER_BYTES)
         stage, phase = later_stage(stage, phase, K // 128, _STAGES)
         number += 1
-        warp_wait(_BARRIERS + (_DESCRIBED + number % 2) * _BARRIER_BYTES, number // 2 % 2)
-        num_rows = load_word(_BARRIERS + _DESCRIPTIONS + number % 2 * 16)
+        num_rows = described_rows(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
 
 
 # ---- the order of pairs, where no launch has sorted them ----

@@ -26,7 +26,6 @@ from dsv4.ops.lib.codecs import e8m0_to_float, quantize_e4m3
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
     BARRIER_BYTES,
-    init_ring_at,
     later_stage,
     next_stage,
     producer_acquire,
@@ -35,7 +34,8 @@ from dsv4.ops.lib.pipeline import (
 )
 from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
 from dsv4.ops.moe.kernel_rows import with_item
-from dsv4.ops.moe.many.kernel_tiles import _copy_weights, _describe, _joined, _keep, _tile_at, activated
+from dsv4.ops.moe.many.kernel_tiles import _copy_weights, _joined, _keep, activated
+from dsv4.ops.moe.many.tiles import describe, described_factors, described_rows, tile_at, tile_barriers
 from dsv4.ops.moe.plan import TILES_OUTPUTS, TILES_ROWS
 from tools.fp8.chains import TWO_CHAINS, begin_chain, byte_tables, decoded, end_chain, here
 
@@ -47,9 +47,9 @@ _BLOCK = gl.constexpr(TILES_OUTPUTS // 2)
 _MMA_WARPS, _PRODUCER_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2), gl.constexpr(2)
 _REGISTERS = gl.constexpr(40)  # of producer and epilogue warps; MMA warps then have 232
 # barriers and descriptions of tiles as in kernel_tiles.py
-_FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
+_FREE, _SUMMED = gl.constexpr(STAGES), gl.constexpr(2 * STAGES)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(128), gl.constexpr(128 // 16)
+_DESCRIPTIONS = gl.constexpr(128)
 _X_BYTES = gl.constexpr(TILES_ROWS * 128)  # of a stage
 # behind x, words, scales of weights and of x, and sums
 _BARRIERS = gl.constexpr(
@@ -95,12 +95,8 @@ def _allocate():
     tiles = rest.reinterpret(gl.int32, [32, 4], FLAT)
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
     x.reinterpret(gl.int32, [_STAGES * _TOKENS * 8, 4], FLAT).index(0).store(mark)
-    tiles.index(_FIRST_TILE).store(mark)
-    barriers = rest.reinterpret(gl.int64, [64, 1], _barrier.MBarrierLayout())
-    init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
-    _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
-    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
-        _barrier.init(barriers.index(barrier), count=1)
+    tiles.index(_DESCRIPTIONS // 16).store(mark)
+    barriers = tile_barriers(rest, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     gl.barrier()
     return Memory(x, words, scales, x_scales, sums, sources, pairs, weights, tiles, barriers)
 
@@ -143,15 +139,15 @@ def _producer(
     place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_PRODUCER_WARPS], [0]))
     index, described = gl.program_id(0), gl.to_tensor(0)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         num_rows = tile.end - tile.start
         scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
-        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
+        describe(memory, described, num_rows, scale, other_scale, _STAGES, _DESCRIPTIONS, _PRODUCER_WARPS)
         described ^= 1
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         index += gl.num_programs(0)
-        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        following = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         memory.sources.store((pair // TOP_K if GATE_UP else pair) * (K // 16))
         expert = tile.expert.to(gl.int64)
         data_ptr, scale_ptr = first.data + expert * DATA_WORDS, first.scale + expert * SCALE_WORDS
@@ -168,7 +164,7 @@ def _producer(
             stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
     zero = gl.to_tensor(0.0)
-    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
+    describe(memory, described, gl.to_tensor(0), zero, zero, _STAGES, _DESCRIPTIONS, _PRODUCER_WARPS)
 
 
 # ---- weights ----
@@ -284,24 +280,19 @@ def _mma(memory, never, K: gl.constexpr):
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MMA_WARPS, 1], [16, 16, 16])
     zeros = gl.zeros([_BLOCK, 16], gl.float32, MMA)
     stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    warp_wait(_BARRIERS + _DESCRIBED * _BARRIER_BYTES, 0)
-    num_rows = load_word(_BARRIERS + _DESCRIPTIONS)
+    num_rows = described_rows(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
     while num_rows > 0:
         for eight in gl.static_range(1, _TOKENS // 8 + 1):
             if (num_rows + 7) // 8 == eight:
                 sums = (zeros,) * ((eight + 1) // 2)
                 first, second = _mainloop(memory, sums, stage, phase, never, 8 * eight, K, MMA)
-                warp_wait(_BARRIERS + _TAKEN * _BARRIER_BYTES, number % 2 ^ 1)
-                factors = _BARRIERS + _DESCRIPTIONS + number % 2 * 16
-                scale = load_word(factors + 4).to(gl.float32, bitcast=True)
-                other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
+                scale, other_scale = described_factors(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
                 _leave_sums(memory, first, scale, 0)
                 _leave_sums(memory, second, other_scale, 1)
         warp_arrive(_BARRIERS + _SUMMED * _BARRIER_BYTES)
         stage, phase = later_stage(stage, phase, K // 128, _STAGES)
         number += 1
-        warp_wait(_BARRIERS + (_DESCRIBED + number % 2) * _BARRIER_BYTES, number // 2 % 2)
-        num_rows = load_word(_BARRIERS + _DESCRIPTIONS + number % 2 * 16)
+        num_rows = described_rows(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
 
 
 # ---- epilogue warps ----
@@ -326,14 +317,14 @@ def epilogue(
     place = gl.arange(0, TOKENS, gl.BlockedLayout([2], [32], [_EPILOGUE_WARPS], [0]))
     num_pairs = gl.load(order.offsets + E)
     index, phase = gl.program_id(0), gl.to_tensor(0)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         memory.pairs.store(pair)
         if GATE_UP:
             memory.weights.store(gl.load(weights_ptr + pair))
         index += gl.num_programs(0)
-        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        following = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         num_rows = tile.end - tile.start
         _barrier.wait(memory.barriers.index(SUMMED), phase)
         for four in range((num_rows + 3) // 4):

@@ -48,7 +48,6 @@ from dsv4.ops.lib.fp4 import fp4_planes, fp4_scales
 from dsv4.ops.lib.guard import gl, gluon_jit, hopper
 from dsv4.ops.lib.pipeline import (
     BARRIER_BYTES,
-    init_ring_at,
     later_stage,
     next_stage,
     producer_acquire,
@@ -59,6 +58,7 @@ from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait, wg
 from dsv4.ops.moe.kernel_hidden import activate
 from dsv4.ops.moe.kernel_parts import part_rows
 from dsv4.ops.moe.kernel_rows import with_item
+from dsv4.ops.moe.many.tiles import describe, described_factors, described_rows, tile_at, tile_barriers
 from dsv4.ops.moe.plan import TILES_OUTPUTS, TILES_ROWS
 
 TILE_TOKENS = TILES_ROWS
@@ -70,9 +70,9 @@ _TOKENS, _OUTPUTS, _STAGES = gl.constexpr(TILE_TOKENS), gl.constexpr(TILE_OUTPUT
 _MMA_WARPS, _PRODUCER_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2), gl.constexpr(2)
 _REGISTERS = gl.constexpr(32)  # of producer and epilogue warps; MMA warps then have 112
 # barriers: the ring's `full` from 0 on and `free`; the accumulator is there, and taken; a description in either place
-_FREE, _SUMMED, _TAKEN, _DESCRIBED = (gl.constexpr(STAGES + i) for i in (0, STAGES, STAGES + 1, STAGES + 2))
+_FREE, _SUMMED, _TAKEN = gl.constexpr(STAGES), gl.constexpr(2 * STAGES), gl.constexpr(2 * STAGES + 1)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS, _FIRST_TILE = gl.constexpr(128), gl.constexpr(128 // 16)  # bytes after the first barrier; of 16 each
+_DESCRIPTIONS = gl.constexpr(128)  # bytes after the first barrier; of 16 each
 _X_BYTES, _WORD_BYTES = gl.constexpr(TILE_TOKENS * 256), gl.constexpr(TILE_OUTPUTS * 64)  # of a stage
 _SUM_BYTES = gl.constexpr(TILE_TOKENS * TILE_OUTPUTS * 2)
 _MARK = gl.constexpr(0x6B5A4938)
@@ -97,15 +97,6 @@ class Memory(NamedTuple):
     barriers: Any
 
 
-class Tile(NamedTuple):
-    """Of an expert, -1 after the last: where its pairs begin and end, and which of the blocks of weight rows."""
-
-    expert: Any
-    start: Any
-    end: Any
-    block: Any
-
-
 @gluon_jit
 def _allocate(FORMAT: gl.constexpr):
     """All that is looked for by its address comes in the order of size."""
@@ -122,12 +113,8 @@ def _allocate(FORMAT: gl.constexpr):
     tiles = rest.reinterpret(gl.int32, [SIZE // 4, 4], FLAT)
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
     x.reinterpret(gl.int32, [_STAGES * _TOKENS * 16, 4], FLAT).index(0).store(mark)
-    tiles.index(_FIRST_TILE).store(mark)
-    barriers = rest.reinterpret(gl.int64, [SIZE // 2, 1], _barrier.MBarrierLayout())
-    init_ring_at(barriers, 0, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
-    _barrier.init(barriers.index(_SUMMED), count=_MMA_WARPS)
-    for barrier in gl.static_range(_TAKEN, _DESCRIBED + 2):
-        _barrier.init(barriers.index(barrier), count=1)
+    tiles.index(_DESCRIPTIONS // 16).store(mark)
+    barriers = tile_barriers(rest, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     gl.barrier()
     return Memory(x, words, scales, sums, sources, pairs, weights, tiles, barriers)
 
@@ -142,29 +129,7 @@ def _keep(memory):
     memory.tiles._keep_alive()
 
 
-@gluon_jit
-def _tile_at(order, index, num_tiles, num_pairs, BLOCKS: gl.constexpr):
-    """The tiles' pairs follow one another: one ends where the next begins, the last where all end."""
-    tile = index // BLOCKS
-    expert = gl.load(order.tile_experts + tile, mask=tile < num_tiles, other=-1)
-    start = gl.load(order.tile_starts + tile, mask=tile < num_tiles, other=0)
-    end = gl.load(order.tile_starts + tile + 1, mask=tile + 1 < num_tiles, other=-1)
-    return Tile(expert, start, gl.where(end < 0, num_pairs, end), index % BLOCKS)
-
-
 # ---- producer warps ----
-
-
-@gluon_jit
-def _describe(
-    memory, place, rows, scale, other_scale, FIRST_TILE: gl.constexpr, DESCRIBED: gl.constexpr, WARPS: gl.constexpr
-):
-    """A tile for the MMA warps: 0 rows after the last. The other place is still read: a tile has more steps than there
-    are stages, so the producer is never two tiles ahead."""
-    word = gl.arange(0, 4, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    factor = gl.where(word == 1, scale, other_scale).to(gl.int32, bitcast=True)
-    memory.tiles.index(FIRST_TILE + place).store(gl.where(word == 0, rows, factor))
-    _barrier.arrive(memory.barriers.index(DESCRIBED + place))
 
 
 @gluon_jit
@@ -209,15 +174,15 @@ def _producer(
     place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_PRODUCER_WARPS], [0]))
     index, described = gl.program_id(0), gl.to_tensor(0)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         num_rows = tile.end - tile.start
         scale, other_scale = gl.load(first.out_scale + tile.expert), gl.load(second.out_scale + tile.expert)
-        _describe(memory, described, num_rows, scale, other_scale, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
+        describe(memory, described, num_rows, scale, other_scale, _STAGES, _DESCRIPTIONS, _PRODUCER_WARPS)
         described ^= 1
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         index += gl.num_programs(0)
-        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        following = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         memory.sources.store((pair // TOP_K if GATE_UP else pair) * (K // 8))
         expert = tile.expert.to(gl.int64)
         data_ptr, scale_ptr = first.data + expert * DATA_WORDS, first.scale + expert * SCALE_WORDS
@@ -234,7 +199,7 @@ def _producer(
             stage, phase = next_stage(stage, phase, _STAGES)
         tile = following
     zero = gl.to_tensor(0.0)
-    _describe(memory, described, gl.to_tensor(0), zero, zero, _FIRST_TILE, _DESCRIBED, _PRODUCER_WARPS)
+    describe(memory, described, gl.to_tensor(0), zero, zero, _STAGES, _DESCRIPTIONS, _PRODUCER_WARPS)
 
 
 # ---- MMA warps ----
@@ -346,24 +311,19 @@ def _mma(memory, K: gl.constexpr, FORMAT: gl.constexpr, GATE_UP: gl.constexpr, B
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_MMA_WARPS, 1], [16, 16, 16])
     zeros = gl.zeros([_OUTPUTS, 16], gl.float32, MMA)
     stage, phase, number = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    warp_wait(BARRIERS + _DESCRIBED * _BARRIER_BYTES, 0)
-    num_rows = load_word(BARRIERS + _DESCRIPTIONS)
+    num_rows = described_rows(number, BARRIERS, _STAGES, _DESCRIPTIONS)
     while num_rows > 0:
         for eight in gl.static_range(1, _TOKENS // 8 + 1):
             if (num_rows + 7) // 8 == eight:
                 sums = _mainloop(
                     memory, (zeros,) * ((eight + 1) // 2), stage, phase, 8 * eight, K, FORMAT, GATE_UP, MMA, BARRIERS
                 )
-                warp_wait(BARRIERS + _TAKEN * _BARRIER_BYTES, number % 2 ^ 1)
-                factors = BARRIERS + _DESCRIPTIONS + number % 2 * 16
-                scale = load_word(factors + 4).to(gl.float32, bitcast=True)
-                other_scale = load_word(factors + 8).to(gl.float32, bitcast=True)
+                scale, other_scale = described_factors(number, BARRIERS, _STAGES, _DESCRIPTIONS)
                 leave_sums(memory, sums, scale, other_scale, MMA, GATE_UP)
         warp_arrive(BARRIERS + _SUMMED * _BARRIER_BYTES)
         stage, phase = later_stage(stage, phase, K // 128, _STAGES)
         number += 1
-        warp_wait(BARRIERS + (_DESCRIBED + number % 2) * _BARRIER_BYTES, number // 2 % 2)
-        num_rows = load_word(BARRIERS + _DESCRIPTIONS + number % 2 * 16)
+        num_rows = described_rows(number, BARRIERS, _STAGES, _DESCRIPTIONS)
 
 
 # ---- epilogue warps ----
@@ -398,14 +358,14 @@ def _epilogue(
     place = gl.arange(0, _TOKENS, gl.BlockedLayout([2], [32], [_EPILOGUE_WARPS], [0]))
     num_pairs = gl.load(order.offsets + E)
     index, phase = gl.program_id(0), gl.to_tensor(0)
-    tile = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+    tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         pair = gl.load(order.pairs + gl.minimum(tile.start + place, tile.end - 1))
         memory.pairs.store(pair)
         if GATE_UP:
             memory.weights.store(gl.load(weights_ptr + pair))
         index += gl.num_programs(0)
-        following = _tile_at(order, index, num_tiles, num_pairs, BLOCKS)
+        following = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
         num_rows = tile.end - tile.start
         _barrier.wait(memory.barriers.index(_SUMMED), phase)
         for four in range((num_rows + 3) // 4):
