@@ -38,11 +38,11 @@ from dsv4.ops.lib.pipeline import (
     producer_commit_copies,
     ring_at,
 )
-from dsv4.ops.lib.warp_groups import load_word, trap, warp_arrive, warp_wait
+from dsv4.ops.lib.warp_groups import warp_arrive, warp_wait
 from dsv4.ops.moe.kernel_rows import PairOrder
-from dsv4.ops.moe.many.tiles import describe, described_factors, described_rows, tile_at, tile_barriers
+from dsv4.ops.moe.many.tiles import describe, described_factors, described_rows, tile_at
 from tools.fp8.chains import begin_chain, end_chain
-from tools.fp8.kernel import Memory, epilogue, keep_all, plus_scaled, step_weights
+from tools.fp8.kernel import allocate, check_places, epilogue, keep_all, plus_scaled, step_weights
 
 ROWS = 32  # token rows of a tile
 STAGES = 8
@@ -57,35 +57,9 @@ _DESCRIPTIONS = gl.constexpr(256)
 _X_BYTES = gl.constexpr(ROWS * 128)  # of a stage
 _BLOCK_BYTES = gl.constexpr(64 * 64)  # 64 weight rows of a step
 _X = gl.constexpr(STAGES * 256 * 64)
-_SCALES = gl.constexpr(STAGES * (256 * 64 + ROWS * 128) + ROWS * 512)
 _BARRIERS = gl.constexpr(STAGES * (256 * 68 + ROWS * 132) + ROWS * 512)
-_MARK = gl.constexpr(0x6B5A4938)
 if hopper is not None:
     _barrier, _async = hopper.mbarrier, hopper.async_copy
-
-
-@gluon_jit
-def _allocate():
-    """All that is looked for by its address comes in the order of size."""
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    words = gl.allocate_shared_memory(gl.int32, [_STAGES, _OUTPUTS, 16], PLAIN)
-    x = gl.allocate_shared_memory(gl.int8, [_STAGES, _ROWS, 128], gl.NVMMASharedLayout(128, 8, 2))
-    sums = gl.allocate_shared_memory(gl.bfloat16, [_ROWS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    scales = gl.allocate_shared_memory(gl.int32, [_STAGES, _OUTPUTS], FLAT)
-    x_scales = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], FLAT)
-    rest = gl.allocate_shared_memory(gl.int32, [128], FLAT)
-    pairs = gl.allocate_shared_memory(gl.int32, [_ROWS], FLAT)
-    weights = gl.allocate_shared_memory(gl.float32, [_ROWS], FLAT)
-    tiles = rest.reinterpret(gl.int32, [32, 4], FLAT)
-    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
-    x.reinterpret(gl.int32, [_STAGES * _ROWS * 8, 4], FLAT).index(0).store(mark)
-    scales.reinterpret(gl.int32, [_STAGES * 64, 4], FLAT).index(0).store(mark)
-    tiles.index(_DESCRIPTIONS // 16).store(mark)
-    barriers = tile_barriers(rest, _STAGES, 33, _MMA_WARPS)
-    hopper.fence_async_shared()  # the copy engine counts at them
-    gl.barrier()
-    return Memory(x, words, scales, x_scales, sums, pairs, pairs, weights, tiles, barriers)
 
 
 # ---- producer warps ----
@@ -285,16 +259,14 @@ def fp8_few_kernel(
     has the experts. A CTA of gate and up sorts them for itself, at a place of its own behind `order.pairs`; those of
     down read what the first has left there."""
     BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
-    memory = _allocate()
+    memory = allocate(_STAGES, _ROWS, _OUTPUTS, 33, _MMA_WARPS, _DESCRIPTIONS)
     if not IS_SORTED:
         if GATE_UP:
             order = _order_at(order.pairs + gl.program_id(0) * (4 * _ROWS), E)
             _find_order(memory, order, experts_ptr, num_tiles, E)
         else:
             order = _order_at(order.pairs, E)
-    if (load_word(_X) != _MARK) | (load_word(_SCALES) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK):
-        trap()
-    gl.barrier()
+    check_places(_X, _BARRIERS + _DESCRIPTIONS)
     gl.warp_specialize(
         [
             (_mma, (memory, K)),

@@ -79,26 +79,44 @@ class Memory(NamedTuple):
 
 
 @gluon_jit
-def _allocate():
-    """All that is looked for by its address comes in the order of size."""
+def allocate(
+    STAGES: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, FULL_ARRIVALS: gl.constexpr,
+    MMA_WARPS: gl.constexpr, DESCRIPTIONS: gl.constexpr,
+):  # fmt: skip
+    """All that is looked for by its address comes in the order of size: with fewer TOKENS words are the largest. ROWS:
+    weight rows that lie together, of the 256 of a stage."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(gl.int8, [_STAGES, _TOKENS, 128], gl.NVMMASharedLayout(128, 8, 2))
-    sums = gl.allocate_shared_memory(gl.bfloat16, [_TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-    words = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 128, 16], PLAIN)
-    scales = gl.allocate_shared_memory(gl.int32, [2 * _STAGES, 128], FLAT)
-    x_scales = gl.allocate_shared_memory(gl.float32, [_STAGES, _TOKENS], FLAT)
+    PLACES: gl.constexpr = STAGES * (_OUTPUTS // ROWS)
+    if TOKENS < _TOKENS:
+        words = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS, 16], PLAIN)
+    x = gl.allocate_shared_memory(gl.int8, [STAGES, TOKENS, 128], gl.NVMMASharedLayout(128, 8, 2))
+    sums = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+    if TOKENS == _TOKENS:
+        words = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS, 16], PLAIN)
+    scales = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], FLAT)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
     rest = gl.allocate_shared_memory(gl.int32, [128], FLAT)
-    sources = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
-    pairs = gl.allocate_shared_memory(gl.int32, [_TOKENS], FLAT)
-    weights = gl.allocate_shared_memory(gl.float32, [_TOKENS], FLAT)
+    sources = gl.allocate_shared_memory(gl.int32, [TOKENS], FLAT)
+    pairs = gl.allocate_shared_memory(gl.int32, [TOKENS], FLAT)
+    weights = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
     tiles = rest.reinterpret(gl.int32, [32, 4], FLAT)
-    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [_MMA_WARPS], [0]))
-    x.reinterpret(gl.int32, [_STAGES * _TOKENS * 8, 4], FLAT).index(0).store(mark)
-    tiles.index(_DESCRIPTIONS // 16).store(mark)
-    barriers = tile_barriers(rest, _STAGES, 32 * _PRODUCER_WARPS, _MMA_WARPS)
+    mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [MMA_WARPS], [0]))
+    x.reinterpret(gl.int32, [STAGES * TOKENS * 8, 4], FLAT).index(0).store(mark)
+    tiles.index(DESCRIPTIONS // 16).store(mark)
+    barriers = tile_barriers(rest, STAGES, FULL_ARRIVALS, MMA_WARPS)
+    if TOKENS < _TOKENS:
+        hopper.fence_async_shared()  # the copy engine counts at them
     gl.barrier()
     return Memory(x, words, scales, x_scales, sums, sources, pairs, weights, tiles, barriers)
+
+
+@gluon_jit
+def check_places(X: gl.constexpr, DESCRIPTIONS: gl.constexpr):
+    """The marks of `allocate` are at these offsets."""
+    if (load_word(X) != _MARK) | (load_word(DESCRIPTIONS) != _MARK):
+        trap()
+    gl.barrier()
 
 
 @gluon_jit
@@ -352,10 +370,8 @@ def fp8_experts_kernel(
 ):  # fmt: skip
     """GATE_UP: codes of hidden and their scales; else parts of pairs."""
     BLOCKS: gl.constexpr = OUTS // (_BLOCK if GATE_UP else _OUTPUTS)
-    memory = _allocate()
-    if (load_word(0) != _MARK) | (load_word(_BARRIERS + _DESCRIPTIONS) != _MARK):
-        trap()
-    gl.barrier()
+    memory = allocate(_STAGES, _TOKENS, _BLOCK, 32 * _PRODUCER_WARPS, _MMA_WARPS, _DESCRIPTIONS)
+    check_places(0, _BARRIERS + _DESCRIPTIONS)
     gl.warp_specialize(
         [
             (_mma, (memory, num_tiles >> 30, K)),

@@ -1,4 +1,4 @@
-"""Both forms of MXFP4 experts on FP8 tensor cores, compiled for a Hopper and run on a CPU: results against the model."""
+"""Both forms of MXFP4 experts on FP8 tensor cores, compiled for a Hopper and run on a CPU, against the model."""
 
 from __future__ import annotations
 
