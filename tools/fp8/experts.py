@@ -85,7 +85,7 @@ def random_choices(tokens: int, sizes: Sizes, is_skewed: bool, device: torch.dev
     if is_skewed:
         scores = scores**3 + torch.linspace(0, 1, sizes.num_experts, device=device) ** 4
         scores[:, 0] = -1.0
-    experts = scores.topk(sizes.top_k).indices.int()
+    experts = scores.topk(sizes.top_k).indices.sort(-1).values.int()
     if is_skewed:
         experts[::7, 1], experts[5::11] = -1, -1
     return experts
