@@ -4,27 +4,19 @@ Bytes of weights bound it. A persistent CTA on every multiprocessor takes tile a
 expert, and 256 weight rows, 128 of gate and of up or 256 of down. Its 20 warps have four roles (S = STAGES):
 
     role            warps  waits on                arrives at
-    weights             1  free[stage]             full[stage], by the copy engine
+    words               1  free[stage]             full[stage], by the copy engine
     rows                1  free[stage]             full[stage] (32 threads, as their copies end), described[tile % 2]
     MMA                16  described, full, taken  free[stage] (16, warp by warp), summed (16)
     epilogue            2  summed                  taken (1)
 
-* Weights come by eight bulk copies a step of 128 columns, 17 KB: of four blocks of 64 rows the words and the scales.
-  Both producers run ahead, across tiles, as far as the ring holds: 136 KB of weights on each multiprocessor.
-* MMA: each four warps decode 64 weight rows and multiply them by 8, 16 or 32 token rows, a chain a step. Four groups
-  take turns by themselves: some wait for their chain while others decode.
+* A stage is two steps of 128 columns, 35 KB of weights: words by bulk copies, one for 64 rows of a step, scales with
+  the token rows. Both producers run ahead, across tiles, as far as the ring holds: 139 KB on each multiprocessor.
+* MMA: each four warps decode 64 weight rows and multiply them by 8, 16 or 32 token rows, a chain a step. The
+  second step of a stage is decoded beside the first one's chain, and groups decode while others multiply.
 * No range of columns is summed apart from others (no split-K). So no order differs from that of many tokens.
 
-Shared memory, by hand, in bytes:
-
-         0  +--------------------------------------------+
-            | words      S x 256 weight rows x 16 int32  |
-            | x          S x 32 token rows x 128 bytes   |   swizzled
-            | sums       32 rows x 256 bf16              |
-            | scales     S x 256 weight rows x 4 bytes   |
-            | x_scales   S x 32 fp32                     |
-            | barriers, and from +256 on descriptions    |
-            +--------------------------------------------+
+Shared memory, in the order of size: words [2 S, 256, 16], x [2 S, 32, 128], swizzled, sums [32, 256] in bf16, scales
+[2 S, 256], x_scales [2 S, 32], barriers and descriptions as in kernel.py.
 """
 
 from __future__ import annotations
@@ -45,19 +37,19 @@ from tools.fp8.chains import begin_chain, end_chain
 from tools.fp8.kernel import allocate, check_places, epilogue, keep_all, plus_scaled, step_weights
 
 ROWS = 32  # token rows of a tile
-STAGES = 8
+STAGES = 4  # of two steps of 128 columns
 NUM_WARPS = 16  # MMA warps
 
 _ROWS, _OUTPUTS, _STAGES = gl.constexpr(ROWS), gl.constexpr(256), gl.constexpr(STAGES)
 _MMA_WARPS, _EPILOGUE_WARPS = gl.constexpr(NUM_WARPS), gl.constexpr(2)
-_REGISTERS = gl.constexpr(56)  # of all warps but those of MMA, which then have 104
+_REGISTERS = gl.constexpr(64)  # of all warps but those of MMA, which then have 104
 _FREE, _SUMMED = gl.constexpr(STAGES), gl.constexpr(2 * STAGES)
 _BARRIER_BYTES = gl.constexpr(BARRIER_BYTES)
-_DESCRIPTIONS = gl.constexpr(256)
-_X_BYTES = gl.constexpr(ROWS * 128)  # of a stage
+_DESCRIPTIONS = gl.constexpr(128)
+_X_BYTES = gl.constexpr(ROWS * 128)  # of a step
 _BLOCK_BYTES = gl.constexpr(64 * 64)  # 64 weight rows of a step
-_X = gl.constexpr(STAGES * 256 * 64)
-_BARRIERS = gl.constexpr(STAGES * (256 * 68 + ROWS * 132) + ROWS * 512)
+_STEPS, _X = gl.constexpr(2 * STAGES), gl.constexpr(2 * STAGES * 256 * 64)
+_BARRIERS = gl.constexpr(2 * STAGES * (256 * 68 + ROWS * 132) + ROWS * 512)
 if hopper is not None:
     _barrier, _async = hopper.mbarrier, hopper.async_copy
 
@@ -88,10 +80,10 @@ def _words_warp(
     order, first, second, memory, num_tiles,
     K: gl.constexpr, BLOCKS: gl.constexpr, E: gl.constexpr, GATE_UP: gl.constexpr,
 ):  # fmt: skip
-    """Words of four blocks of 64 weight rows: a lane for each."""
+    """Words of four blocks of 64 weight rows in two steps: a lane for each."""
     ring = ring_at(memory.barriers, 0, _STAGES)
-    place = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    size = gl.where(place < 4, _BLOCK_BYTES, 0)
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    place, size = lane % 4, gl.where(lane < 8, _BLOCK_BYTES, 0)
     start = first.data.to(gl.int64)
     if GATE_UP:
         start = gl.where(place < 2, start, second.data.to(gl.int64))
@@ -100,14 +92,14 @@ def _words_warp(
     tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
     while tile.expert >= 0:
         block = _first_block(tile, BLOCKS, GATE_UP) + (place % 2 if GATE_UP else place)
-        source = start + block.to(gl.int64) * (K // 128 * _BLOCK_BYTES)
+        source = start + (block.to(gl.int64) * (K // 128) + lane // 4) * _BLOCK_BYTES
         index += gl.num_programs(0)
         tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
-        for _ in range(K // 128):
+        for _ in range(K // 256):
             producer_acquire(ring, stage, phase)
-            _barrier.expect(ring.full.index(stage), 4 * _BLOCK_BYTES)
-            _bulk_copy(source, (stage * 4 + place) * _BLOCK_BYTES, size, _BARRIERS + stage * _BARRIER_BYTES)
-            source += _BLOCK_BYTES
+            _barrier.expect(ring.full.index(stage), 8 * _BLOCK_BYTES)
+            _bulk_copy(source, (stage * 8 + lane) * _BLOCK_BYTES, size, _BARRIERS + stage * _BARRIER_BYTES)
+            source += 2 * _BLOCK_BYTES
             stage, phase = next_stage(stage, phase, _STAGES)
 
 
@@ -121,7 +113,7 @@ def _rows_warp(
     SCALES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ring = ring_at(memory.barriers, 0, _STAGES)
-    scales = memory.scales.reinterpret(gl.int32, [_STAGES, 4, 64], PLAIN)
+    scales = memory.scales.reinterpret(gl.int32, [_STEPS, 4, 64], PLAIN)
     num_pairs = gl.load(order.offsets + E)
     row, col = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     place = gl.arange(0, _ROWS, gl.BlockedLayout([1], [32], [1], [0]))
@@ -143,12 +135,14 @@ def _rows_warp(
             scale_ptr = gl.where(block[:, None] < 2, scale_ptr, second.scale + first_block * (K // 2))
         index += gl.num_programs(0)
         tile = tile_at(order, index, num_tiles, num_pairs, BLOCKS)
-        for step in range(K // 128):
+        for first_step in range(0, K // 128, 2):
             producer_acquire(ring, stage, phase)
-            source = x_ptr + step * 128 + (rows[:, None] + col[None, :])
-            _async.async_load(memory.x.index(stage), source, mask=(row < num_rows)[:, None])
-            _async.async_load(scales.index(stage), scale_ptr + (inside + step * 64))
-            _async.async_load(memory.x_scales.index(stage), scale_rows + step, mask=place < num_rows)
+            for half in gl.static_range(2):
+                to, step = 2 * stage + half, first_step + half
+                source = x_ptr + step * 128 + (rows[:, None] + col[None, :])
+                _async.async_load(memory.x.index(to), source, mask=(row < num_rows)[:, None])
+                _async.async_load(scales.index(to), scale_ptr + (inside + step * 64))
+                _async.async_load(memory.x_scales.index(to), scale_rows + step, mask=place < num_rows)
             producer_commit_copies(ring, stage)
             stage, phase = next_stage(stage, phase, _STAGES)
     zero = gl.to_tensor(0.0)
@@ -168,12 +162,16 @@ def _row_of(order, tile, place, TOP_K: gl.constexpr, GATE_UP: gl.constexpr):
 @gluon_jit
 def _mainloop(memory, sums, stage, phase, N: gl.constexpr, K: gl.constexpr, MMA: gl.constexpr):
     """Sums over all of K: `sums` are zeros [256, 16] for each 16 of N rows."""
-    for _ in range(K // 128):
+    for _ in range(K // 256):
         warp_wait(_BARRIERS + stage * _BARRIER_BYTES, phase)
-        low, high = step_weights(memory, stage, MMA)
-        parts = begin_chain((), low, high, _X + stage * _X_BYTES, 0, N)
+        low, high = step_weights(memory, 2 * stage, MMA)
+        parts = begin_chain((), low, high, _X + stage * (2 * _X_BYTES), 0, N)
+        later, last = step_weights(memory, 2 * stage + 1, MMA)  # beside the chain
         parts = end_chain(parts, low, high)
-        sums = plus_scaled(memory, stage, sums, parts, MMA, N)
+        sums = plus_scaled(memory, 2 * stage, sums, parts, MMA, N)
+        parts = begin_chain((), later, last, _X + stage * (2 * _X_BYTES) + _X_BYTES, 0, N)
+        parts = end_chain(parts, later, last)
+        sums = plus_scaled(memory, 2 * stage + 1, sums, parts, MMA, N)
         warp_arrive(_BARRIERS + (_FREE + stage) * _BARRIER_BYTES)
         stage, phase = next_stage(stage, phase, _STAGES)
     return sums
@@ -202,7 +200,7 @@ def _mma(memory, K: gl.constexpr):
                 scale, other_scale = described_factors(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
                 _leave_sums(memory, sums, scale, other_scale, MMA)
         warp_arrive(_BARRIERS + _SUMMED * _BARRIER_BYTES)
-        stage, phase = later_stage(stage, phase, K // 128, _STAGES)
+        stage, phase = later_stage(stage, phase, K // 256, _STAGES)
         number += 1
         num_rows = described_rows(number, _BARRIERS, _STAGES, _DESCRIPTIONS)
 
@@ -259,7 +257,7 @@ def fp8_few_kernel(
     has the experts. A CTA of gate and up sorts them for itself, at a place of its own behind `order.pairs`; those of
     down read what the first has left there."""
     BLOCKS: gl.constexpr = OUTS // (_OUTPUTS // 2 if GATE_UP else _OUTPUTS)
-    memory = allocate(_STAGES, _ROWS, _OUTPUTS, 33, _MMA_WARPS, _DESCRIPTIONS)
+    memory = allocate(_STAGES, _STEPS, _ROWS, _OUTPUTS, 33, _MMA_WARPS)
     if not IS_SORTED:
         if GATE_UP:
             order = _order_at(order.pairs + gl.program_id(0) * (4 * _ROWS), E)

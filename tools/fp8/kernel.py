@@ -80,30 +80,30 @@ class Memory(NamedTuple):
 
 @gluon_jit
 def allocate(
-    STAGES: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, FULL_ARRIVALS: gl.constexpr,
-    MMA_WARPS: gl.constexpr, DESCRIPTIONS: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, FULL_ARRIVALS: gl.constexpr,
+    MMA_WARPS: gl.constexpr,
 ):  # fmt: skip
-    """All that is looked for by its address comes in the order of size: with fewer TOKENS words are the largest. ROWS:
-    weight rows that lie together, of the 256 of a stage."""
+    """All that is looked for by its address comes in the order of size: with fewer TOKENS words are the largest. STEPS:
+    of 128 columns, in all stages; ROWS: weight rows that lie together, of the 256 of a step."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    PLACES: gl.constexpr = STAGES * (_OUTPUTS // ROWS)
+    PLACES: gl.constexpr = STEPS * (_OUTPUTS // ROWS)
     if TOKENS < _TOKENS:
         words = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS, 16], PLAIN)
-    x = gl.allocate_shared_memory(gl.int8, [STAGES, TOKENS, 128], gl.NVMMASharedLayout(128, 8, 2))
+    x = gl.allocate_shared_memory(gl.int8, [STEPS, TOKENS, 128], gl.NVMMASharedLayout(128, 8, 2))
     sums = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, _OUTPUTS], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
     if TOKENS == _TOKENS:
         words = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS, 16], PLAIN)
     scales = gl.allocate_shared_memory(gl.int32, [PLACES, ROWS], FLAT)
-    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STEPS, TOKENS], FLAT)
     rest = gl.allocate_shared_memory(gl.int32, [128], FLAT)
     sources = gl.allocate_shared_memory(gl.int32, [TOKENS], FLAT)
     pairs = gl.allocate_shared_memory(gl.int32, [TOKENS], FLAT)
     weights = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
     tiles = rest.reinterpret(gl.int32, [32, 4], FLAT)
     mark = _MARK + gl.arange(0, 4, gl.BlockedLayout([1], [32], [MMA_WARPS], [0]))
-    x.reinterpret(gl.int32, [STAGES * TOKENS * 8, 4], FLAT).index(0).store(mark)
-    tiles.index(DESCRIPTIONS // 16).store(mark)
+    x.reinterpret(gl.int32, [STEPS * TOKENS * 8, 4], FLAT).index(0).store(mark)
+    tiles.index(_DESCRIPTIONS // 16).store(mark)
     barriers = tile_barriers(rest, STAGES, FULL_ARRIVALS, MMA_WARPS)
     if TOKENS < _TOKENS:
         hopper.fence_async_shared()  # the copy engine counts at them
@@ -370,7 +370,7 @@ def fp8_experts_kernel(
 ):  # fmt: skip
     """GATE_UP: codes of hidden and their scales; else parts of pairs."""
     BLOCKS: gl.constexpr = OUTS // (_BLOCK if GATE_UP else _OUTPUTS)
-    memory = allocate(_STAGES, _TOKENS, _BLOCK, 32 * _PRODUCER_WARPS, _MMA_WARPS, _DESCRIPTIONS)
+    memory = allocate(_STAGES, _STAGES, _TOKENS, _BLOCK, 32 * _PRODUCER_WARPS, _MMA_WARPS)
     check_places(0, _BARRIERS + _DESCRIPTIONS)
     gl.warp_specialize(
         [

@@ -19,7 +19,7 @@ from tools.fp8.experts import Call, Sizes, random_matrices
 from tools.fp8.few import ROWS
 
 # as few columns as there may be: a tile has more steps than the ring has stages
-SIZES = Sizes(dim=1280, width=1152, num_experts=4, top_k=2)
+SIZES = Sizes(dim=1280, width=1280, num_experts=4, top_k=2)
 ALL_SIGNS = 0x88888888 - 2**32
 CPU = torch.device("cpu")
 
