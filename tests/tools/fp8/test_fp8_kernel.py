@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
 from tools.compiled.compile_check import CompileFailure, reports
@@ -15,6 +16,7 @@ EXPONENTS = range(12)
 FULL = 2**32 - 1
 
 
+@pytest.mark.slow
 def test_compiles_without_spills_in_its_loops():
     """Gate and up: down has the same loops."""
     names = {"fp8_experts/gate_up-4096": 32, "fp8_few/gate_up-16": 0, "fp8_few/gate_up-1": 0}  # bytes, between tiles
