@@ -132,14 +132,17 @@ def _share_constants(interpreter: Any) -> None:
         self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
         arithmetic_check: bool = True, div_or_mod: bool = False,
     ) -> Any:  # fmt: skip
-        left_kind, right_kind = type(lhs), type(rhs)
-        if div_or_mod or left_kind is not core.tensor or type(lhs.dtype) is not core.dtype:
+        if div_or_mod or type(lhs) is not core.tensor:
             return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        if right_kind is core.tensor and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape:
-            return lhs, rhs
-        if (right_kind is not int and right_kind is not float) or not arithmetic_check:
+        left_type, right_kind = lhs.dtype, type(rhs)
+        is_plain = type(left_type) is core.dtype  # no pointer
+        if right_kind is core.tensor:
+            is_offset = not is_plain and allow_lhs_ptr and type(rhs.dtype) is core.dtype and rhs.dtype.is_int()
+            if is_offset or (is_plain and left_type is rhs.dtype):
+                return self.broadcast_impl_value(lhs, rhs)
+        if not is_plain or (right_kind is not int and right_kind is not float) or not arithmetic_check:
             return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        key = (right_kind, rhs, lhs.dtype.name, *lhs.type.dimensions.ints.values)
+        key = (right_kind, rhs, left_type.name, *lhs.type.dimensions.ints.values)
         if key in constants:
             data, kind = constants[key]
             return lhs, self.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
