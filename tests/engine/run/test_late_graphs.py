@@ -28,7 +28,7 @@ def make_engine(params, num_graphs, **options):
     return Engine(model, cache, runner=runner, **options)
 
 
-def serve(engine, prompts, num_tokens=12):
+def serve(engine, prompts, num_tokens=8):
     requests = [
         engine.add(prompt, SamplingParams(max_tokens=num_tokens, seed=place, ignore_eos=True, logprobs=3))
         for place, prompt in enumerate(prompts)
