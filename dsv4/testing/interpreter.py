@@ -6,11 +6,8 @@ arithmetic that is rounded once per operation, which is what the GPU does. It al
 
 * rounds `tl.fma` once, and gives `tl.maximum`, `tl.minimum` and `tl.clamp` the GPU's treatment of NaN;
 * lets `range` and indexing take a tensor again with numpy 2.4 and newer, and masks be of any type with Triton 3.9;
-* patches the language once per launch instead of at every call of a helper: a kernel made of 100 helper calls or 100
-  `tl.sum` ran 2.5 to 3.4 times faster (two runs, a shared 2-core machine). Plain operations are dearer, 0.17 ms instead
-  of 0.10 to 0.13 there, because each one silences numpy's warnings;
-* makes types of tuples (every tensor's shape is one) when they are asked for, and a table of dtypes once: kernels of
-  attention took half to two thirds of the time.
+* patches the language once per launch, instead of at every call of a helper;
+* spends less Python on each operation (`quick_interpreter.py`).
 
 What it cannot give: the GPU's order of summation, its approximate exp, sin, cos and rsqrt, and the tf32 rounding of
 fp32 `tl.dot` operands. Kernels avoid the last two where bits matter.
@@ -30,6 +27,7 @@ import numpy as np
 import torch
 
 from dsv4.errors import Dsv4Error
+from dsv4.testing.quick_interpreter import quicken
 
 REPAIRED = "dsv4_repaired"  # attribute of triton's interpreter module that ops/lib/guard.py looks for
 
@@ -65,7 +63,7 @@ def repair(interpreter: Any) -> None:
     _repair_masks(interpreter)
     _repair_language(interpreter)
     _refuse_narrow_sums(interpreter)
-    _make_types_late(interpreter)
+    quicken(interpreter)
     setattr(interpreter, REPAIRED, True)
 
 
@@ -92,6 +90,8 @@ def _repair_casts(interpreter: Any) -> None:
         source, target = source.scalar, target.scalar
         if {source, target} - torch_types.keys() or rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
             return truncate(data, source, target, rounding_mode)
+        if source == tl.bfloat16 and target == tl.float32:  # the most frequent, and a shift
+            return data.view(np.uint16).astype(np.uint32) << np.uint32(16)
         integers = np.array(data, copy=True, order="C").view(f"int{source.primitive_bitwidth}")
         values = torch.from_numpy(integers).view(torch_types[source])
         if target.primitive_bitwidth == 8:
@@ -107,8 +107,7 @@ def _repair_casts(interpreter: Any) -> None:
             data = convert_float(data, before, tl.float32, None).view(np.float32)
             before = tl.float32
         if after not in by_bits:
-            with np.errstate(all="ignore"):  # overflow to infinity is an ordinary result
-                return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(after)), after)
+            return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(after)), after)
         if before not in torch_types:  # an integer
             data, before = data.astype(np.float32), tl.float32
         return interpreter.TensorHandle(convert_float(data, before, after, None), after)
@@ -145,25 +144,22 @@ def _repair_arithmetic(interpreter: Any) -> None:
 
     def binary_op(self: Any, left: Any, right: Any, op: Callable[..., Any]) -> Any:
         scalar = left.dtype.scalar
-        with np.errstate(all="ignore"):  # overflow to infinity and NaN operands are ordinary values here
-            if scalar != tl.bfloat16:
-                return plain_binary(self, left, right, op)
-            return _narrow(interpreter, op(_widen(interpreter, left), _widen(interpreter, right)), scalar)
+        if scalar != tl.bfloat16:
+            return plain_binary(self, left, right, op)
+        return _narrow(interpreter, op(_widen(interpreter, left), _widen(interpreter, right)), scalar)
 
     def unary_op(self: Any, arg: Any, op: Callable[..., Any]) -> Any:
         scalar = arg.dtype.scalar
-        with np.errstate(all="ignore"):
-            if scalar != tl.bfloat16:
-                return plain_unary(self, arg, op)
-            return _narrow(interpreter, op(_widen(interpreter, arg)), scalar)
+        if scalar != tl.bfloat16:
+            return plain_unary(self, arg, op)
+        return _narrow(interpreter, op(_widen(interpreter, arg)), scalar)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         x_data, y_data, z_data = (_widen(interpreter, handle) for handle in (x, y, z))
-        with np.errstate(all="ignore"):
-            if x_data.dtype == np.float64:
-                return interpreter.TensorHandle(x_data * y_data + z_data, z.dtype.scalar)
-            exact = _odd_sum(x_data.astype(np.float64) * y_data.astype(np.float64), z_data.astype(np.float64))
-            return _narrow(interpreter, exact.astype(x_data.dtype), z.dtype.scalar)
+        if x_data.dtype == np.float64:
+            return interpreter.TensorHandle(x_data * y_data + z_data, z.dtype.scalar)
+        exact = _odd_sum(x_data.astype(np.float64) * y_data.astype(np.float64), z_data.astype(np.float64))
+        return _narrow(interpreter, exact.astype(x_data.dtype), z.dtype.scalar)
 
     def create_clampf(self: Any, arg: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
         keeps_nan = propagate_nan == interpreter._ir.PROPAGATE_NAN.ALL
@@ -203,8 +199,7 @@ def _repair_dot(interpreter: Any) -> None:
         left, right, start = (_widen(interpreter, handle) for handle in (a, b, accumulator))
         is_narrow = a.dtype.scalar.primitive_bitwidth < 32 and b.dtype.scalar.primitive_bitwidth < 32
         wide = np.float64 if is_narrow or np.float64 in (left.dtype, start.dtype) else np.float32
-        with np.errstate(all="ignore"):
-            product = np.matmul(left.astype(wide), right.astype(wide)) + start.astype(wide)
+        product = np.matmul(left.astype(wide), right.astype(wide)) + start.astype(wide)
         if accumulator.dtype.scalar == tl.bfloat16:
             return _narrow(interpreter, product, tl.bfloat16)
         return interpreter.TensorHandle(product.astype(start.dtype), accumulator.dtype.scalar)
@@ -241,25 +236,28 @@ def _repair_language(interpreter: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
-    running: list[Any] = []  # the scope of the launch under way
+    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patches: list[tuple[Any, str, Any, Any]] = []  # where, the name, what was there, what is there in a launch
+    silence: list[Any] = []  # of the launch under way
 
-    class LaunchScope(interpreter._LangPatchScope):  # type: ignore[misc]
-        """Undoes the patches of a launch when it ends."""
-
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def restore(self) -> None:
-            running.clear()
-            self.inner.restore()
+    def restore() -> None:
+        for where, name, old, _ in reversed(patches):
+            if old is interpreter._MISSING:
+                delattr(where, name)
+            else:
+                setattr(where, name, old)
+        silence.pop().__exit__(None, None, None)
 
     def patch_lang(function: Any) -> Any:
-        if running:
-            return interpreter._LangPatchScope()  # nothing to undo
-        both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-        running.append(LaunchScope(patch_language(both)))
-        return running[0]
+        if silence:
+            return interpreter._LangPatchScope()  # of a helper: nothing to undo
+        silence.append(np.errstate(all="ignore"))  # overflow to infinity and NaN operands are ordinary values here
+        silence[0].__enter__()
+        if not patches:
+            patches.extend((*change, getattr(*change[:2])) for change in patch_language(both)._changes)
+        for where, name, _, new in patches:
+            setattr(where, name, new)
+        return SimpleNamespace(restore=restore)
 
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
 
@@ -278,29 +276,3 @@ def _refuse_narrow_sums(interpreter: Any) -> None:
         return plain_sum(self, tensor)
 
     interpreter.ReduceOps.sum = checked_sum
-
-
-def _make_types_late(interpreter: Any) -> None:
-    """Types that nothing asks for took a third of the interpreter's time."""
-    core, dtype_of = interpreter.tl.core, interpreter._get_np_dtype
-    known: dict[str, np.dtype[Any]] = {}
-
-    def get_np_dtype(kind: Any) -> np.dtype[Any]:
-        if kind.name not in known:
-            known[kind.name] = dtype_of(kind)
-        return known[kind.name]
-
-    def begin(self: Any, args: Any, type: Any = None) -> None:
-        self.values = list(args)
-        if type is not None:
-            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
-
-    def type_of(self: Any) -> Any:
-        if "_type" not in vars(self):
-            vars(self)["_type"] = core._type_for_tuple_values(self.values)
-        return vars(self)["_type"]
-
-    interpreter._get_np_dtype = get_np_dtype
-    if hasattr(core, "_type_for_tuple_values"):  # of this Triton
-        core.tuple.__init__ = begin
-        core.tuple.type = property(type_of, lambda self, given: vars(self).update(_type=given))

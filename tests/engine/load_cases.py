@@ -98,11 +98,17 @@ def run_alone(engine, sequence):
         engine.step()
 
 
-def assert_as_alone(requests, results, engine):
-    """Each request has the tokens, log-probabilities and scores it has alone in `engine`, as far as it came."""
-    for request, (token_ids, logprobs, scores, is_aborted, is_expired) in zip(requests, results, strict=True):
+def runs_alone(requests, engine):
+    """The same requests one after the other, each to its end."""
+    for request in requests:
         solo = engine.prepare(request.prompt, replace(request.params, deadline=None), request.rule())
         run_alone(engine, solo)
+        yield solo
+
+
+def assert_as_alone(results, solos):
+    """Each request has the tokens, log-probabilities and scores it has alone, as far as it came."""
+    for solo, (token_ids, logprobs, scores, is_aborted, is_expired) in zip(solos, results, strict=True):
         assert token_ids == solo.output_ids[: len(token_ids)]
         assert logprobs == solo.logprobs[: len(token_ids)]
         assert scores == solo.prompt_logprobs[: len(scores)]

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 import torch
 from engine_cases import assert_all_free
-from load_cases import CONFIG, NUM_REQUESTS, NUM_WAVES, assert_as_alone, random_requests, run_wave
+from load_cases import CONFIG, NUM_REQUESTS, NUM_WAVES, assert_as_alone, random_requests, run_wave, runs_alone
 
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
@@ -37,8 +37,13 @@ def params():
     return random_params(CONFIG)
 
 
+@pytest.fixture(scope="module")
+def solos(params):
+    return list(runs_alone(random_requests(), make_llm(params, max_concurrent_requests=1).engine))
+
+
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_hundred_requests_end_as_they_would_alone(params, overlap):
+def test_a_hundred_requests_end_as_they_would_alone(params, solos, overlap):
     requests = random_requests()
     llm = make_llm(params, overlap, max_concurrent_requests=8, max_chunk_tokens=40, num_blocks=3)
     chance, results, num_tensors, num_objects = random.Random(1), [], [], []
@@ -59,4 +64,4 @@ def test_a_hundred_requests_end_as_they_would_alone(params, overlap):
     assert stats.num_failed == sum(is_expired for *_, is_expired in results) > 0
     assert stats.num_finished + stats.num_aborted + stats.num_failed == NUM_REQUESTS
 
-    assert_as_alone(requests, results, make_llm(params, max_concurrent_requests=1).engine)
+    assert_as_alone(results, solos)

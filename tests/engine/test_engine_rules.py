@@ -86,7 +86,10 @@ def test_a_text_scores_as_it_was_generated(make_llm, model, chunk):
     text = [*PROMPT, *generated.token_ids]
     asked = SamplingParams(max_tokens=0, prompt_logprobs=3)
     scored, again, _ = serve(
-        llm, (text, asked), (text[:-1], SamplingParams(max_tokens=2, prompt_logprobs=0)), ([9], params)
+        llm,
+        (text, asked),
+        (text[:-1], SamplingParams(max_tokens=2, prompt_logprobs=0)),
+        ([9], replace(params, max_tokens=12)),
     )
     assert scored.prompt_logprobs[0] is None
     assert scored.prompt_logprobs[len(PROMPT) :] == generated.logprobs

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from engine_cases import SMALL
-from load_cases import CONFIG, assert_as_alone, random_requests, run_wave
+from load_cases import CONFIG, assert_as_alone, random_requests, run_wave, runs_alone
 
 from dsv4.config import EngineConfig
 from dsv4.llm import LLM
@@ -66,4 +66,4 @@ def test_a_storm_through_graphs_ends_as_solo_runs():
     stats = storm.engine.stats()
     assert stats.num_preemptions > 0
     assert stats.num_aborted > 0
-    assert_as_alone(requests, found, make_llm(CONFIG, max_concurrent_requests=1).engine)
+    assert_as_alone(found, runs_alone(requests, make_llm(CONFIG, max_concurrent_requests=1).engine))

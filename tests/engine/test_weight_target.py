@@ -75,18 +75,16 @@ def test_values_without_a_layout_are_refused_before_anything_changes(tmp_path, e
 @pytest.mark.parametrize("experts", ["mxfp4", "nvfp4"])
 def test_plain_weights_are_rounded_as_quantize_does(tmp_path, experts, search):
     """From a folder, from tensors, one by one: the weights are those of the folder that `dsv4 quantize` makes."""
-    for seed, name in enumerate("AB"):
-        write_checkpoint(tmp_path / name, CONFIG, experts="bf16", seed=seed)
-        options = QuantizeOptions(search=search)
-        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}4", Target(experts, "fp8"), options)
-    fresh = LLM(tmp_path / "B4", engine=LIMITS)
-    plain = tensors(tmp_path / "B")
-    for source in (tmp_path / "B", plain, iter(plain.items())):
-        llm = LLM(tmp_path / "A4", engine=LIMITS)
+    old = write_checkpoint(tmp_path / "old", CONFIG, experts=experts)
+    new = write_checkpoint(tmp_path / "new", CONFIG, experts="bf16", seed=1)
+    quantize_checkpoint(new, tmp_path / "new4", Target(experts, "fp8"), QuantizeOptions(search=search))
+    fresh = LLM(tmp_path / "new4", engine=LIMITS)
+    plain = tensors(new)
+    for source in (new, plain, iter(plain.items())):
+        llm = LLM(old, engine=LIMITS)
         llm.update_weights(source, search_scales=search)
         for one, wanted in zip(tensors_of(llm.model.weights), tensors_of(fresh.model.weights), strict=True):
             assert torch.equal(one.view(torch.uint8), wanted.view(torch.uint8))
-    assert answers(llm) == answers(fresh)
     name = "layers.1.ffn.experts.3.w2.weight"
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
         llm.update_weights(plain | {name: plain[name] / 0})

@@ -32,19 +32,16 @@ SETTINGS = {
 def test_there_and_back(folders, name):
     """A -> B has the bits of a fresh engine on B, and -> A those of A; no tensor moves."""
     first, second = folders
-    settings = SETTINGS[name]
-    models = [LLM(folder, engine=LIMITS, **settings) for folder in folders]
-    fresh = [_everything(one) for one in models]
+    llm, other = (LLM(folder, engine=LIMITS, **SETTINGS[name]) for folder in folders)
+    fresh = [_everything(one) for one in (llm, other)]
     assert fresh[0] != fresh[1]
-    llm = LLM(first, engine=LIMITS, **settings)
     places = [part.data_ptr() for part in tensors_of(_visible(llm))]
-    assert _everything(llm) == fresh[0]
-    for folder, wanted in ((second, fresh[1]), (first, fresh[0]), (second, fresh[1])):
+    for folder, wanted in ((second, fresh[1]), (first, fresh[0])):
         llm.update_weights(folder)
         assert _everything(llm) == wanted
         llm.engine.check_integrity()
     assert [part.data_ptr() for part in tensors_of(_visible(llm))] == places
-    assert llm.weight_version == "3"
+    assert llm.weight_version == "2"
 
 
 def _everything(llm):
@@ -116,11 +113,10 @@ def test_captured_graphs_read_the_new_weights(tmp_path, device, config, experts)
     runner = llm.engine.runner
     captured, compiled = runner.captured, runner.compiled_late
     assert bool(captured) == (device == "cuda")
-    for folder, wanted in ((1, fresh[1]), (0, fresh[0])):
-        llm.update_weights((name, tensor.to(device)) for name, tensor in tensors(folders[folder]).items())
-        assert _everything(llm) == wanted
-        llm.update_weights(folders[folder])
-        assert _everything(llm) == wanted
+    llm.update_weights((name, tensor.to(device)) for name, tensor in tensors(folders[1]).items())
+    assert _everything(llm) == fresh[1]
+    llm.update_weights(folders[0])
+    assert _everything(llm) == fresh[0]
     assert runner.captured == captured
     assert runner.compiled_late == compiled
     assert fresh[0] != fresh[1]
@@ -132,8 +128,9 @@ def test_prefixes_of_old_weights_are_not_used(folders, expected, tmp_path):
         answers(llm)
         assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 256, 128]
         llm.update_weights(folders[1])
-        assert [one.num_cached_tokens for one in llm.generate(PROMPTS, PARAMS)] == [0, 0, 0, 0]
-        assert answers(llm) == expected[1]
+        found = llm.generate(PROMPTS, PARAMS)
+        assert [one.num_cached_tokens for one in found] == [0, 0, 0, 0]
+        assert [(one.token_ids, one.logprobs) for one in found] == expected[1]
         llm.close()
 
 
@@ -181,7 +178,7 @@ def test_tensors_one_by_one(folders, expected):
         llm.update_weights(iter(new[:-1]))
     with pytest.raises(WeightsIncomplete, match="failed half way"):
         llm.generate([1, 2, 3], PARAMS[0])
-    for order in (new, new[::-1], [*new[::3], *new[1::3], *new[2::3]]):
+    for order in (new[::-1], [*new[::3], *new[1::3], *new[2::3]]):
         llm.update_weights(iter(order))
         assert answers(llm) == expected[1]
     without_draft = LLM(folders[0], engine=LIMITS)
@@ -285,12 +282,12 @@ def test_weights_are_shown_as_copies(folders, expected):
     assert answers(llm) == expected[0]
 
 
-MANY = EngineConfig(max_context_tokens=512, max_concurrent_requests=32, max_chunk_tokens=128)
-MANY_PROMPTS = [[seed + 3, *range(5, 5 + 9 * (seed % 5))] for seed in range(32)]
+MANY = EngineConfig(max_context_tokens=512, max_concurrent_requests=16, max_chunk_tokens=128)
+MANY_PROMPTS = [[seed + 3, *range(5, 5 + 9 * (seed % 5))] for seed in range(16)]
 
 
 def _in_the_middle(llm, params):
-    """Outputs of 32 requests, paused once all have begun and none is done."""
+    """Outputs of 16 requests, paused once all have begun and none is done."""
     outputs = [llm.start(prompt, one)[1] for prompt, one in zip(MANY_PROMPTS, params, strict=True)]
     while min(output.num_output for output in outputs) < 4:
         llm.step()
@@ -308,9 +305,9 @@ def _to_the_end(llm, outputs):
 
 @pytest.mark.parametrize("settings", [{}, {"drafts": 2, "offload_experts": 3}], ids=str)
 def test_there_and_back_while_requests_are_paused(folders, settings):
-    """32 of them, in the middle of their answers: they never notice."""
+    """16 of them, in the middle of their answers: they never notice."""
     llm = LLM(folders[0], engine=MANY, **settings)
-    params = [SamplingParams(max_tokens=40, seed=seed, ignore_eos=True, logprobs=0) for seed in range(32)]
+    params = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, logprobs=0) for seed in range(16)]
     undisturbed = llm.generate(MANY_PROMPTS, params)
     outputs = _in_the_middle(llm, params)
     for folder in (folders[1], folders[0]):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from load_cases import Alternating, Request, assert_as_alone, random_requests, run_wave
+from load_cases import Alternating, Request, assert_as_alone, random_requests, run_wave, runs_alone
 from rank_cases import SMALL
 
 from dsv4 import LLM, EngineConfig
@@ -59,7 +59,7 @@ def test_random_arrivals_on_five_processes(folder):
         engine, chance = llm.engine, random.Random(3)
         for requests in (requests_of(1)[:1], requests_of(1), requests_of(1)[::-5]):  # four idle ranks; all; prefixes
             found = [pickle.loads(one) for one in run_wave(engine, requests, chance)]
-            assert_as_alone(requests, found, alone.engine)
+            assert_as_alone(found, runs_alone(requests, alone.engine))
         engine.check_integrity()
         stats, on_each = engine.stats(), [engine.own.stats(), *(one.load.stats for one in engine.remotes)]
     torch.set_num_threads(before)

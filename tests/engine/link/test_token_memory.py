@@ -10,7 +10,7 @@ from dsv4.engine.link.stream import RequestStream
 from dsv4.request import SamplingParams
 
 NUM_REQUESTS = 8
-NUM_TOKENS = 2000
+NUM_TOKENS = 1000
 
 
 def grown(work):

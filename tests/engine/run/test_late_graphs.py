@@ -28,7 +28,7 @@ def make_engine(params, num_graphs, **options):
     return Engine(model, cache, runner=runner, **options)
 
 
-def serve(engine, prompts, num_tokens=12):
+def serve(engine, prompts, num_tokens=8):
     requests = [
         engine.add(prompt, SamplingParams(max_tokens=num_tokens, seed=place, ignore_eos=True, logprobs=3))
         for place, prompt in enumerate(prompts)
@@ -37,6 +37,12 @@ def serve(engine, prompts, num_tokens=12):
         engine.step()
     engine.check_integrity()
     return [request.completion() for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected(params):
+    """With every graph from the beginning."""
+    return serve(make_engine(params, None), PROMPTS[:3])
 
 
 def test_the_largest_first_then_upwards(params):
@@ -56,9 +62,8 @@ def test_the_largest_first_then_upwards(params):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_graphs", [0, 1, 2, 3])
-def test_no_bit_depends_on_which_graphs_there_are(params, num_graphs, overlap, monkeypatch):
+def test_no_bit_depends_on_which_graphs_there_are(params, expected, num_graphs, overlap, monkeypatch):
     """A larger graph serves, or none does; and some are captured beside requests."""
-    expected = serve(make_engine(params, None), PROMPTS[:3])
     monkeypatch.setattr(runner_module, "CALLS_A_CAPTURE", 4)
     engine = make_engine(params, num_graphs, overlap=overlap)
     assert serve(engine, PROMPTS[:3]) == expected

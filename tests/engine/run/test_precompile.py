@@ -138,7 +138,7 @@ def test_stand_ins_launch_what_the_model_launches():
         assert found["late"] == []
         assert found["num_launches"] > 100
     assert len(resident["ahead"]) > 60
-    offloaded, drafting = others[:2], others[2::2]
+    offloaded, drafting = others[:2], others[2:]
     assert any(found["ahead"] for found in offloaded)  # stacks of other lengths
     assert all(found["ahead"] for found in drafting)  # a block, a head
 

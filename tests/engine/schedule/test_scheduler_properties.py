@@ -166,7 +166,7 @@ def test_any_load_ends_within_bounds(load):
     Run(load).finish()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(loads(with_endings=False))
 def test_everyone_finishes_when_nobody_interferes(load):
     run = Run(load)
@@ -176,7 +176,7 @@ def test_everyone_finishes_when_nobody_interferes(load):
     assert run.scheduler.num_prompt_tokens == sum(one.prompt_len for one in load.arrivals)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(loads(with_endings=False, with_priorities=False))
 def test_first_come_first_served_inside_a_priority(load):
     run = Run(load)

@@ -42,10 +42,14 @@ def exact():
 
 
 @pytest.fixture(scope="module")
-def plain():
+def official():
+    return LLM(engine=LIMITS)
+
+
+@pytest.fixture(scope="module")
+def plain(official):
     """What the miniature writes behind four golden prompts without drafts, by temperature."""
-    llm = LLM(engine=LIMITS)
-    return {temperature: continued(llm, temperature) for temperature in (0.0, 1.0)}
+    return {temperature: continued(official, temperature) for temperature in (0.0, 1.0)}
 
 
 def continued(llm, temperature):
@@ -66,8 +70,8 @@ def test_shipped_drafters_change_nothing_and_are_right_more_often_than_not(plain
     assert continued(llm, 1.0) == plain[1.0]
 
 
-def test_the_dspark_twin_is_the_same_model():
-    base, twin = (LLM(name, engine=LIMITS) for name in ("flash-mini", DSPARK_TWIN))
+def test_the_dspark_twin_is_the_same_model(official):
+    base, twin = official, LLM(DSPARK_TWIN, engine=LIMITS)
     assert replace(twin.config, dspark=None, compress_ratios=base.config.compress_ratios) == base.config
     assert twin.model.weights.mtp == []
     assert twin.config.num_draft_layers == len(twin.model.weights.dspark.blocks) == 2
@@ -75,22 +79,20 @@ def test_the_dspark_twin_is_the_same_model():
     assert {file.resolve() for file in held} < {file.resolve() for file in others}
 
 
-def test_the_default_model_is_flash_mini():
-    llm = LLM(engine=LIMITS)
-    assert llm.config == LLM(shipped_checkpoint("flash-mini"), engine=LIMITS).config
-    assert llm.tokenizer is not None
-    assert [layer.attention.value for layer in llm.model.schedule] == [
+def test_the_default_model_is_flash_mini(official):
+    assert official.config == LLM(shipped_checkpoint("flash-mini"), engine=LIMITS).config
+    assert official.tokenizer is not None
+    assert [layer.attention.value for layer in official.model.schedule] == [
         "swa", "swa", "csa", "hca", "csa", "hca", "csa", "swa"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="config.json"):
         LLM("flash-maxi")
 
 
-def test_its_cache_holds_the_planned_bytes():
+def test_its_cache_holds_the_planned_bytes(official):
     """The MTP block is loaded, but no draft is asked for: its rings are neither planned nor held."""
-    llm = LLM(engine=LIMITS)
-    assert llm.model.weights.mtp
-    assert llm.cache.memory_bytes() == plan(llm.config, LIMITS).schema.total_bytes
+    assert official.model.weights.mtp
+    assert official.cache.memory_bytes() == plan(official.config, LIMITS).schema.total_bytes
 
 
 def test_everything_shipped_but_the_twin_is_package_data_and_small():
@@ -121,10 +123,10 @@ def test_held_out_text_is_far_better_predicted_than_by_frequency(exact):
 
 
 @pytest.mark.parametrize("numerics", ["exact", "official"])
-def test_greedy_text_token_for_token(numerics):
+def test_greedy_text_token_for_token(official, numerics):
     rows = GOLDEN[f"flash-mini/{numerics}"]
     assert len(rows) == 12
-    llm = LLM(numerics=numerics, engine=LIMITS)
+    llm = official if numerics == "official" else LLM(numerics=numerics, engine=LIMITS)
     done = llm.generate([row["prompt"] for row in rows], SamplingParams(max_tokens=16, temperature=0))
     for found, row in zip(done, rows, strict=True):
         assert list(found.token_ids) == row["token_ids"], row["prompt"]
@@ -142,12 +144,11 @@ def test_greedy_text_of_nvfp4():
     check_greedy(LLM("flash-mini-nvfp4", engine=LIMITS), GOLDEN["flash-mini-nvfp4/official"])
 
 
-def test_greedy_text_of_another_model_is_refused():
+def test_greedy_text_of_another_model_is_refused(official):
     """The rule is not so wide that a model whose routed experts weigh a third less passes for flash-mini."""
-    llm = LLM(engine=LIMITS)
     lighter = LLM.from_params(
-        replace(llm.config, routed_scaling_factor=1.0), llm.model.weights, numerics=llm.numerics,
-        dtype=llm.model.context.dtype, engine=LIMITS, tokenizer=llm.tokenizer,
+        replace(official.config, routed_scaling_factor=1.0), official.model.weights, numerics=official.numerics,
+        dtype=official.model.context.dtype, engine=LIMITS, tokenizer=official.tokenizer,
     )  # fmt: skip
     with pytest.raises(AssertionError, match="lacks"):
         check_greedy(lighter, GOLDEN["flash-mini/official"])
