@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import COLUMNS, TokenBatch
+from dsv4.cache.batch import COLUMNS, TokenBatch, aligned
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config.layers import LayerSpec
@@ -51,9 +51,8 @@ class StandIn:
     def launch(self, size: int, num_rows: int) -> None:
         """What a step of `size` tokens launches that draws from `num_rows` rows, scores prompts, and drafts."""
         ops = self.model.context.ops
-        # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
-        columns = torch.empty((len(COLUMNS), size), dtype=torch.int64, device=META)
-        batch = TokenBatch.over(columns, self.block_table)
+        columns = torch.empty((len(COLUMNS), aligned(size)), dtype=torch.int64, device=META)  # as `columns_of` makes
+        batch = TokenBatch.over(columns, self.block_table, size)
         token_ids = ops.resolve_tokens(batch.token_ids, batch.slots, self.state.last_tokens)
         batch = replace(batch, token_ids=token_ids)
         outputs: list[BlockOutput] = []
