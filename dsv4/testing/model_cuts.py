@@ -21,7 +21,7 @@ from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, OpSet
-from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
+from dsv4.ops.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
 from dsv4.testing.numeric import bits_of
 from dsv4.testing.random_shapes import RandomModel
 

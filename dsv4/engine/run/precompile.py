@@ -1,6 +1,6 @@
 """A model's kernels compiled on all cores, before it first runs.
 
-A forward call on "meta" tensors launches what a real one would; each launch only compiles (ops/lib/compile_only.py).
+A forward call on "meta" tensors launches what a real one would; each launch only compiles (ops/compile_only.py).
 The stand-ins have the shapes, strides, dtypes and alignment of the real weights and cache, so that the kernels have the
 keys of the real ones and the first real call finds them. No weight and no row of the cache is touched, and no memory of
 the GPU is taken.
@@ -30,7 +30,7 @@ from dsv4.model.drafter import Drafter
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
-from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.sampling import SamplingRows, SamplingState
 
 META = torch.device("meta")

@@ -2,18 +2,21 @@
 
     python precompile_process.py NAME        prints one JSON line
 
-`toy`, `keys`, `headers` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the
-GPU that is.
+`resident` and `offloaded` compile for the GPU that is there, the others for an sm_90 that need not be.
 """
 
 import json
+import logging
+import os
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
+import triton.compiler
 from engine_cases import SMALL
 from offload_cases import offload
 from triton.runtime import driver
@@ -34,9 +37,9 @@ from dsv4.loader.weights import load_params
 from dsv4.loader.write.synth import random_params, write_checkpoint
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TRITON
-from dsv4.ops.lib import compile_only, guard
-from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops import TRITON, compile_only, compile_workers
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.lib import guard
 from dsv4.ops.lib.guard import jit, tl
 from tools.compiled.compile_check import OfflineDriver
 
@@ -57,10 +60,23 @@ def _broken_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, 2 * N)))
 
 
+@jit
+def _slow_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, N)
+
+
+@jit
+def _slowest_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, N)
+
+
 def toy():
     """A kernel of two sizes, at one of them twice, and one that does not compile; then each alone."""
     use_offline_driver()
-    watch, seen, launchers, error = CompileWatch(), [], [], ""
+    watch, seen, launchers, error, logged = CompileWatch(), [], [], "", logging.Handler()
+    logged.emit = lambda record: warnings.append(record.getMessage())
+    warnings = []
+    logging.getLogger("dsv4.engine").addHandler(logged)
     driver.active.launcher_cls = lambda source, metadata: launchers.append((source.name, metadata.name))
     x = torch.empty(64, device="meta")
     with watch, launches_only_compile() as launched:
@@ -77,8 +93,56 @@ def toy():
             error = str(found)
     return {
         "names": in_parallel, "launchers": launchers, "after": after, "seen": seen, "num_launched": len(launched),
-        "error": error,
+        "error": error, "warnings": warnings,
     }  # fmt: skip
+
+
+def order():
+    """On one core: the names of kernels in the order in which they are begun, the first before the others are there."""
+    begun, all_there = [], threading.Event()
+
+    def compile_kernel(source, **options):
+        begun.append(source.name)
+        assert all_there.wait(60)
+        return source
+
+    use_offline_driver()
+    triton.compiler.compile = compile_kernel
+    os.sched_getaffinity, compile_only.SLOWEST = (lambda process: {0}), ("_slowest_kernel", "_slow_kernel")
+    x = torch.empty(64, device="meta")
+    with launches_only_compile(), compiled_in_parallel():
+        for kernel in (_copy_kernel, _broken_kernel, _slow_kernel, _copy_kernel, _slowest_kernel):
+            kernel[(1,)](x, x, N=32 if len(begun) else 16)
+            while not begun:
+                pass
+        all_there.set()
+    return begun
+
+
+def workers():
+    """Kernels of the package on a cold cache: which this process compiles, and which it finds, when workers do their
+    work and when they are killed at once."""
+    use_offline_driver()
+    os.sched_getaffinity = lambda process: {0, 1}
+    found, listed = [], []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **facts: listed.append((src.name, cache_hit))
+    start = compile_workers.Workers.__init__
+
+    def start_and_kill(self, count):
+        start(self, count)
+        self._process.kill()
+        self._process.wait()
+
+    for starting in (start, start_and_kill):
+        compile_workers.Workers.__init__ = starting
+        with tempfile.TemporaryDirectory() as folder, launches_only_compile(), compiled_in_parallel():
+            triton.knobs.cache.dir = folder
+            for size in (128, 256) if starting is start else (512, 1024):
+                x = torch.empty((4, size), dtype=torch.bfloat16, device="meta")
+                TRITON.ops.rms_norm(x, None, 1e-6)
+        found.append({"here": [name for name, is_hit in listed if not is_hit], "num_found": len(listed)})
+        listed.clear()
+    return found
 
 
 def offline():
@@ -220,5 +284,5 @@ def use_offline_driver():
 
 if __name__ == "__main__":
     with torch.no_grad():
-        functions = (toy, keys, headers, offline, resident, offloaded)
+        functions = (toy, order, workers, keys, headers, offline, resident, offloaded)
         print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))
