@@ -13,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from heapq import heappop, heappush
 from threading import Lock
 from typing import Any
@@ -121,16 +121,21 @@ class _Compilers:
             future.set_exception(error)
 
     def _compile(self, job: Job | None, compile_kernel: Callable[[], Any]) -> Any:
-        if self._count > 1 and job is not None and not job.is_kept:
-            with self._lock:
-                self._workers = self._workers or Workers(self._count)
-            self._workers.compile(job)
+        if self._count > 1 and job is not None:
+            with suppress(Exception):  # a help: what fails is compiled here
+                self._ask(job)
         kernel = compile_kernel()
         launcher = getattr(importlib.import_module("triton.runtime").driver.active, "launcher_cls", None)
         if launcher is not None:
             with self._building[str(kernel.src.signature)]:  # kernels of one signature share it
                 launcher(kernel.src, kernel.metadata)  # into Triton's disk cache, where the first launch finds it
         return kernel
+
+    def _ask(self, job: Job) -> None:
+        if not job.is_kept:
+            with self._lock:
+                self._workers = self._workers or Workers(self._count)
+            self._workers.compile(job)
 
     def cancel(self) -> None:
         """What has not begun."""

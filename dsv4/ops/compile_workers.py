@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -117,6 +118,7 @@ def _kernel(module: str, name: str) -> Any:
 
 def serve() -> None:
     """The process of workers: arguments are the cache's folder and a descriptor for each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever asks them
     importlib.import_module("dsv4.ops")  # before the workers part
     importlib.import_module("triton").knobs.cache.dir = sys.argv[1]
     descriptors = list(map(int, sys.argv[2:]))

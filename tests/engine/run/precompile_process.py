@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from dsv4.ops import TRITON, compile_only, compile_workers
 from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.lib import guard
 from dsv4.ops.lib.guard import jit, tl
+from dsv4.tools.selftest.own import short_checks
 from tools.compiled.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
@@ -209,18 +211,41 @@ def headers():
     return found
 
 
+def first_check():
+    """What the check before a model is served compiles, of a model whose steps are compiled."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    config = replace(SMALL, max_position_embeddings=4096)
+    limits = EngineConfig(max_context_tokens=4096, max_concurrent_requests=32, max_chunk_tokens=512)
+    model = Transformer(config, prepare_params(random_params(config), TRITON), torch.bfloat16, backend=TRITON)
+    cache = KVCacheManager(config, model.schedule, limits, device="cpu", plain_dtype=None)
+    runner, watch = Runner(model, cache, buckets=decode_buckets(8), use_graphs=False), CompileWatch()
+    with watch:
+        precompile_for(runner, runner._direct_sizes())
+        ahead = take(watch.names)
+        with nothing_runs() as launched:
+            checks = short_checks(model, limits.max_context_tokens)
+    return {"ahead": ahead, "late": watch.names, "num_launches": len(launched), "num_checks": len(checks)}
+
+
 def launch_without_running(runner, size):
-    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are. What they
-    would have written, ids among it, is 0."""
+    """How many launches a call has as `warm_up` makes it."""
+    with nothing_runs() as launched:
+        runner._compile(size)
+    return len(launched)
+
+
+@contextmanager
+def nothing_runs():
+    """Launches on tensors in memory only compile. What they would have written, ids among it, is 0."""
     is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
     empty, empty_like = torch.empty, torch.empty_like
     torch.empty = torch.zeros
     torch.empty_like = lambda like, memory_format=None, **options: torch.zeros_like(like, **options)
     with launches_only_compile() as launched:
         guard.LAUNCH_DEVICES |= {"cpu"}
-        runner._compile(size)
+        yield launched
     torch.empty, torch.empty_like, compile_only._is_meta = empty, empty_like, is_meta
-    return len(launched)
 
 
 def resident():
@@ -284,5 +309,5 @@ def use_offline_driver():
 
 if __name__ == "__main__":
     with torch.no_grad():
-        functions = (toy, order, workers, keys, headers, offline, resident, offloaded)
+        functions = (toy, order, workers, first_check, keys, headers, offline, resident, offloaded)
         print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))

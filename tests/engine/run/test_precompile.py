@@ -166,6 +166,15 @@ def test_headers_are_enough_to_compile_everything():
         assert found["ahead"]
 
 
+def test_the_check_of_a_first_start_uses_the_kernels_that_serve():
+    """Others would be compiled one by one while the server waits. Two are small, and the third takes a second."""
+    found = run_process("first_check")
+    assert len(found["ahead"]) > 60
+    assert found["num_checks"] > 50
+    assert found["num_launches"] > 1000
+    assert set(found["late"]) <= {"topk_short_kernel", "_few_gate_up_kernel"}
+
+
 def test_a_model_is_compiled_once():
     """For sm_90, whatever is there: a second pass finds every kernel of the first. Planted: a weight off its alignment
     is noticed."""
