@@ -72,7 +72,7 @@ def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
     """Draw from every row, as padding, and ask for log-probabilities: a request has nothing of it left to compile."""
     num_rows, vocab_size = logits.shape
     slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
-    token_ids = ops.sample(logits, SamplingRows(slots, slots + 1), state)
+    token_ids = ops.sample(logits, SamplingRows(slots, torch.zeros_like(slots)), state)
     for num_top in (0, *NUM_TOP):
         ops.sampled_logprobs(logits, token_ids, min(num_top, vocab_size))
 

@@ -199,7 +199,7 @@ def headers():
         with tempfile.TemporaryDirectory() as place, watch:
             checkpoint = Checkpoint.open(write_checkpoint(Path(place) / "model", config, experts=experts))
             stand_in_runner(checkpoint, config, limits, TRITON, drafts, torch.bfloat16).precompile(raises=True)
-            ahead = take(watch.names)
+            ahead, is_compiler_there = take(watch.names), "torch._dynamo" in sys.modules
             model = Transformer(
                 config, prepare_params(load_params(checkpoint, config), TRITON), torch.bfloat16, backend=TRITON
             )
@@ -207,7 +207,7 @@ def headers():
             cache = KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=None)
             runner, _ = make_loaded_runner(model, cache, limits, drafts, use_graphs=False)
             runner.precompile(raises=True)
-        found.append({"ahead": ahead, "late": take(watch.names)})
+        found.append({"ahead": ahead, "late": take(watch.names), "is_compiler_there": is_compiler_there})
     return found
 
 
