@@ -169,8 +169,7 @@ def offline():
 def keys():
     """Kernels that stand-ins launch, and those that the models themselves launch besides: with a compiler that takes no
     time, at all sizes, with experts on the device and off it."""
-    use_offline_driver()
-    triton.compiler.compile = lambda source, **options: source
+    compile_nothing()
     watch, found = CompileWatch(), []
     with watch:
         cases = [(None, None), (Placement(1, 2), None), (Placement(2, 2), None)]
@@ -187,8 +186,7 @@ def keys():
 
 def headers():
     """Kernels that a stand-in made of a checkpoint's headers compiles, and those that the loaded model has besides."""
-    use_offline_driver()
-    triton.compiler.compile = lambda source, **options: source
+    compile_nothing()
     watch, found = CompileWatch(), []
     limits = EngineConfig(
         max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64, max_draft_tokens=2,
@@ -213,8 +211,7 @@ def headers():
 
 def first_check():
     """What the check before a model is served compiles, of a model whose steps are compiled."""
-    use_offline_driver()
-    triton.compiler.compile = lambda source, **options: source
+    compile_nothing()
     config = replace(SMALL, max_position_embeddings=4096)
     limits = EngineConfig(max_context_tokens=4096, max_concurrent_requests=32, max_chunk_tokens=512)
     model = Transformer(config, prepare_params(random_params(config), TRITON), torch.bfloat16, backend=TRITON)
@@ -301,6 +298,13 @@ def take(names):
     taken = list(names)
     names.clear()
     return taken
+
+
+def compile_nothing():
+    """From now on a compiler that takes no time; without workers, who would have the real one."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    os.sched_getaffinity = lambda process: {0}
 
 
 def use_offline_driver():
