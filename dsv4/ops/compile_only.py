@@ -13,8 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager, suppress
-from heapq import heappop, heappush
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
@@ -73,46 +72,54 @@ def can_compile_in_parallel() -> bool:
 
 @contextmanager
 def compiled_in_parallel(progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[None]:
-    """Kernels that are only compiled inside are compiled on all cores until the block is left; `progress` hears how
-    many are, of how many. What does not compile is named in the log and left out: a launch of it says why."""
-    mode_of = importlib.import_module("triton").AsyncCompileMode
-    with closing(_Compilers(len(os.sched_getaffinity(0)))) as compilers, mode_of(compilers, ignore_errors=True) as mode:
+    """Kernels that are only compiled inside are compiled on all cores when the block is left; `progress` hears how many
+    are, of how many. What does not compile is named in the log and left out: a launch of it says why."""
+    compilers = _Compilers()
+    with importlib.import_module("triton").AsyncCompileMode(compilers, ignore_errors=True):
         try:
             yield
-            for done, _ in enumerate(as_completed(mode.raw_futures)):
-                progress(done + 1, len(mode.raw_futures))
-        except KeyboardInterrupt:
-            compilers.cancel()  # leaving the mode waits for all that are submitted
-            raise
+            compilers.run(progress)
+        finally:
+            compilers.close()
 
 
 class _Compilers:
     """A thread and a worker for each core, the slowest kernels first; with each kernel the host function that launches
     it, for which Triton calls a C compiler."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._threads = ThreadPoolExecutor(count)
-        self._lock = Lock()
-        self._waiting: list[tuple[int, int, Job | None, Callable[[], Any], Future[Any]]] = []
-        self._num_submitted = 0
+    def __init__(self) -> None:
+        self._count = len(os.sched_getaffinity(0))
+        self._waiting: list[tuple[Job | None, Callable[[], Any], Future[Any]]] = []
         self._workers: Workers | None = None
         self._building: defaultdict[str, Lock] = defaultdict(Lock)
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         job, future = Job.of(compile_kernel), Future[Any]()
-        place = len(SLOWEST) if job is None or job.source.name not in SLOWEST else SLOWEST.index(job.source.name)
-        with self._lock:
-            self._num_submitted += 1
-            heappush(self._waiting, (place, self._num_submitted, job, compile_kernel, future))
-        self._threads.submit(self._take)
+        self._waiting.append((job, compile_kernel, future))
+        with suppress(Exception):  # a help, which is asked again for each kernel
+            if self._workers is None and self._count > 1 and job is not None and not job.is_kept:
+                self._workers = Workers(self._count)  # they come up while others are submitted
         return future
 
-    def _take(self) -> None:
-        with self._lock:
-            *_, job, compile_kernel, future = heappop(self._waiting)
-        if not future.set_running_or_notify_cancel():
-            return
+    def run(self, progress: Callable[[int, int], None]) -> None:
+        with ThreadPoolExecutor(self._count) as threads:
+            try:
+                work = [threads.submit(self._finish, *one) for one in sorted(self._waiting, key=_place)]
+                for done, _ in enumerate(as_completed(work)):
+                    progress(done + 1, len(work))
+            except KeyboardInterrupt:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def close(self) -> None:
+        """What has not been compiled is cancelled: leaving Triton's mode waits for all that is submitted."""
+        for _, _, future in self._waiting:
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # the mode takes it for finished only then
+        if self._workers is not None:
+            self._workers.close()
+
+    def _finish(self, job: Job | None, compile_kernel: Callable[[], Any], future: Future[Any]) -> None:
         try:
             future.set_result(self._compile(job, compile_kernel))
         except Exception as error:
@@ -121,9 +128,9 @@ class _Compilers:
             future.set_exception(error)
 
     def _compile(self, job: Job | None, compile_kernel: Callable[[], Any]) -> Any:
-        if self._count > 1 and job is not None:
-            with suppress(Exception):  # a help: what fails is compiled here
-                self._ask(job)
+        if self._workers is not None and job is not None:
+            with suppress(Exception):  # what fails there is compiled here
+                self._workers.compile(job)
         kernel = compile_kernel()
         launcher = getattr(importlib.import_module("triton.runtime").driver.active, "launcher_cls", None)
         if launcher is not None:
@@ -131,19 +138,7 @@ class _Compilers:
                 launcher(kernel.src, kernel.metadata)  # into Triton's disk cache, where the first launch finds it
         return kernel
 
-    def _ask(self, job: Job) -> None:
-        if not job.is_kept:
-            with self._lock:
-                self._workers = self._workers or Workers(self._count)
-            self._workers.compile(job)
 
-    def cancel(self) -> None:
-        """What has not begun."""
-        with self._lock:
-            for *_, future in self._waiting:
-                future.cancel()
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        if self._workers is not None:
-            self._workers.close()
+def _place(one: tuple[Job | None, Any, Any]) -> int:
+    job = one[0]
+    return len(SLOWEST) if job is None or job.source.name not in SLOWEST else SLOWEST.index(job.source.name)

@@ -4,8 +4,8 @@ third of the work holds the interpreter's lock, or is done with 16 of them in li
 Whoever wants a kernel asks a worker first, then compiles as always, and finds it in the cache. So a worker decides
 nothing: where it fails, dies or never comes up, the kernel is compiled in the process that wants it.
 
-`serve` runs in a process of its own, which imports the kernels once and becomes a worker for every socket. It is
-started and not forked: the process that wants kernels has threads, and a GPU. Workers end when their sockets do.
+`serve` runs in a process of its own, which imports the kernels once and becomes a worker for every pipe. It is
+started and not forked: the process that wants kernels has threads, and a GPU. Workers end when their pipes do.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import logging
 import os
 import pickle
 import signal
-import socket
-import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 _COMMAND = "from dsv4.ops.compile_workers import serve; serve()"
 _DONE = b"."
 _LOG = logging.getLogger("dsv4.engine")
-_LENGTH = struct.Struct("<Q")
 # no GPU, and no threads of libraries, which a fork would lose
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -66,11 +66,11 @@ class Workers:
     """`count` of them, started at once; `close` ends them."""
 
     def __init__(self, count: int) -> None:
-        pairs = [socket.socketpair() for _ in range(count)]
+        pairs = [Pipe() for _ in range(count)]
         theirs = [end.fileno() for _, end in pairs]
         folder = importlib.import_module("triton").knobs.cache.dir
-        self._free: SimpleQueue[socket.socket | None] = SimpleQueue()
-        self._sockets = [end for end, _ in pairs]
+        self._ends = [end for end, _ in pairs]
+        self._free: SimpleQueue[Connection | None] = SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, folder, *map(str, theirs)],
             env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},  # the same kernels
@@ -85,13 +85,13 @@ class Workers:
         data, end = _pickled(job), self._free.get()
         is_alive = False
         if end is not None:
-            with suppress(OSError):
-                end.sendall(_LENGTH.pack(len(data)) + data)
-                is_alive = end.recv(1) == _DONE
+            with suppress(OSError, EOFError):
+                end.send_bytes(data)
+                is_alive = end.recv_bytes() == _DONE
         self._free.put(end if is_alive else None)
 
     def close(self) -> None:
-        for end in self._sockets:
+        for end in self._ends:
             end.close()
         if status := self._process.wait():
             _LOG.warning("the processes that compile kernels ended with status %d: this one compiled alone", status)
@@ -121,44 +121,29 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for whoever asks them
     importlib.import_module("dsv4.ops")  # before the workers part
     importlib.import_module("triton").knobs.cache.dir = sys.argv[1]
-    descriptors = list(map(int, sys.argv[2:]))
-    workers = [_fork(descriptor, descriptors) for descriptor in descriptors]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for worker in workers:
-        os.waitpid(worker, 0)
+    ends = [Connection(int(descriptor)) for descriptor in sys.argv[2:]]
+    for end in ends:
+        if os.fork() == 0:
+            for other in ends:
+                if other is not end:
+                    other.close()  # its end could not be seen
+            try:
+                _work(end)
+            finally:
+                os._exit(0)
+    for end in ends:
+        end.close()
+    for _ in ends:
+        os.wait()
 
 
-def _fork(descriptor: int, others: Sequence[int]) -> int:
-    process = os.fork()
-    if process:
-        return process
-    try:
-        for other in others:  # their ends could not be seen
-            if other != descriptor:
-                os.close(other)
-        _work(socket.socket(fileno=descriptor))
-    finally:
-        os._exit(0)
-
-
-def _work(end: socket.socket) -> None:
+def _work(end: Connection) -> None:
     compile_kernel = importlib.import_module("triton.compiler").compile
     driver = importlib.import_module("triton.runtime").driver
-    jobs = end.makefile("rb")
-    while length := jobs.read(_LENGTH.size):
-        data = jobs.read(*_LENGTH.unpack(length))
+    while True:
+        data = end.recv_bytes()
         with suppress(Exception):  # whoever wants it compiles it again, and sees why
             job = Job(*pickle.loads(data))
-            driver.set_active(_Driver(job.target))
+            driver.set_active(SimpleNamespace(get_current_target=partial(getattr, job, "target")))
             compile_kernel(job.source, target=job.target, options=job.options.__dict__, _env_vars=job.env_vars)
-        end.sendall(_DONE)
-
-
-class _Driver(NamedTuple):
-    """Stands for the GPU: what is compiled may ask which it is for."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
+        end.send_bytes(_DONE)
