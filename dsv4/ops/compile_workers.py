@@ -1,5 +1,5 @@
 """Processes that compile Triton's kernels into its cache on disk. Threads of one process wait for one another there: a
-third of the work holds the interpreter's lock, or is done with 16 of them in line for it.
+fifth of the work holds the interpreter's lock, and 16 threads then get no further than that fifth.
 
 Whoever wants a kernel asks a worker first, then compiles as always, and finds it in the cache. So a worker decides
 nothing: where it fails, dies or never comes up, the kernel is compiled in the process that wants it.
