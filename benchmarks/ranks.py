@@ -153,7 +153,8 @@ class RankUnderTest:
             self.cache.prepare_forward(slots, [start] * len(slots), [length] * len(slots))
             ids = [token for piece in pieces for token in piece]
             columns = columns_of(slots, [start] * len(slots), [length] * len(slots), ids, most * length)
-            batch = TokenBatch.over(to_device(torch.from_numpy(columns), self.device), self.cache.block_table)
+            on_device = to_device(torch.from_numpy(columns), self.device)
+            batch = TokenBatch.over(on_device, self.cache.block_table, most * length)
             rows = torch.arange(len(slots), device=self.device) * length + length - 1
             found.append(runner.forward(batch, rows).logits.float().cpu())
             start += length

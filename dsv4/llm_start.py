@@ -30,7 +30,7 @@ from dsv4.model.parameters import ModelParams
 from dsv4.model.prepare import backend_for_weights, prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend
-from dsv4.ops.lib.compile_only import can_compile_in_parallel
+from dsv4.ops.compile_only import can_compile_in_parallel
 from dsv4.request import RequestError
 
 _FIRST_GRAPHS = 2  # of `EngineConfig.captures_late`: the largest, which serves every step, and that of one request

@@ -17,6 +17,12 @@ from dsv4.cache.transfer import to_device
 Made = TypeVar("Made")
 PADDED_SLOT = -1
 COLUMNS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
+ALIGNED = 2  # numbers: each column begins at a multiple of 16 bytes, since kernels are compiled apart for others
+
+
+def aligned(count: int) -> int:
+    """The next multiple of `ALIGNED`."""
+    return count + -count % ALIGNED
 
 
 class Chunk(NamedTuple):
@@ -30,12 +36,12 @@ class Chunk(NamedTuple):
 def columns_of(
     slots: ArrayLike, starts: ArrayLike, lengths: ArrayLike, token_ids: ArrayLike, pad_to: int = 0
 ) -> NDArray[np.int64]:
-    """The numbers of a batch, [5, T] in the order of `COLUMNS`: chunks of `lengths` tokens side by side, then padding
-    (slot -1, all else 0) up to `pad_to` tokens. `token_ids` are those of all chunks."""
+    """The numbers of a batch, [5, W] in the order of `COLUMNS`: chunks of `lengths` tokens side by side, then padding
+    (slot -1, all else 0) up to `pad_to` tokens and a multiple of `ALIGNED`. `token_ids` are those of all chunks."""
     given = (slots, starts, lengths, token_ids)
     slots, starts, lengths, token_ids = (np.asarray(values, dtype=np.int64) for values in given)
     num_tokens = len(token_ids)
-    columns = np.zeros((len(COLUMNS), max(num_tokens, pad_to)), dtype=np.int64)
+    columns = np.zeros((len(COLUMNS), aligned(max(num_tokens, pad_to))), dtype=np.int64)
     columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
     columns[0, :num_tokens] = token_ids
     if (lengths == 1).all():
@@ -72,20 +78,21 @@ class TokenBatch:
     block_table: Tensor
 
     @classmethod
-    def over(cls, columns: Tensor, block_table: Tensor) -> TokenBatch:
-        """A batch whose tensors are views of `columns`, int64 [5, T] in the order of `COLUMNS`."""
-        token_ids, positions, slots, chunk_starts, chunk_ends = columns.unbind(0)
+    def over(cls, columns: Tensor, block_table: Tensor, num_tokens: int) -> TokenBatch:
+        """A batch whose tensors are views of the first `num_tokens` of `columns`, int64 [5, W] as of `columns_of`."""
+        token_ids, positions, slots, chunk_starts, chunk_ends = columns[:, :num_tokens].unbind(0)
         return cls(token_ids, positions, slots, chunk_starts, chunk_ends, block_table)
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk], block_table: Tensor) -> TokenBatch:
         """The chunks side by side, copied to the table's device at once."""
         chunks = list(chunks)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
         columns = columns_of(
             [chunk.slot for chunk in chunks], [chunk.start for chunk in chunks],
-            [len(chunk.token_ids) for chunk in chunks], [token for chunk in chunks for token in chunk.token_ids],
+            [len(chunk.token_ids) for chunk in chunks], token_ids,
         )  # fmt: skip
-        return cls.over(to_device(torch.from_numpy(columns), block_table.device), block_table)
+        return cls.over(to_device(torch.from_numpy(columns), block_table.device), block_table, len(token_ids))
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from dsv4.loader.write.synth import random_params
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import Backend, OpSet
-from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
+from dsv4.ops.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
 from dsv4.testing.numeric import bits_of
 from dsv4.testing.random_shapes import RandomModel
 
@@ -65,16 +65,17 @@ def random_cuts(num_tokens: int, seed: int) -> dict[str, Cut]:
 
 
 class CutModel:
-    """A model with a cache of its own for two requests of `num_tokens`; calls are made directly, without graphs.
-    Logits are made for at most `head_rows` rows at once."""
+    """A model with a cache of its own for two requests of `num_tokens` (or `max_context_tokens`, if it is to have room
+    for more); calls are made directly, without graphs. Logits are made for at most `head_rows` rows at once."""
 
     def __init__(
-        self, model: Transformer, num_tokens: int, shape: RandomModel | None = None, head_rows: int | None = None
+        self, model: Transformer, num_tokens: int, shape: RandomModel | None = None, head_rows: int | None = None,
+        max_context_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.shape, self.head_rows = model, shape, head_rows or num_tokens
         limits = EngineConfig(
-            max_context_tokens=num_tokens, max_concurrent_requests=2, max_chunk_tokens=2 * num_tokens,
-            prefix_cache_bytes=0,
+            max_context_tokens=max_context_tokens or num_tokens, max_concurrent_requests=2,
+            max_chunk_tokens=2 * num_tokens, prefix_cache_bytes=0,
         )  # fmt: skip
         schedule = model.schedule[: model.config.num_hidden_layers]
         self.cache = KVCacheManager(

@@ -172,6 +172,7 @@ def _taken(value: Any, rows: slice, is_copied: bool) -> Any:
     if isinstance(value, Compression):
         return replace(value, kv=value.kv[rows].clone(), gate=value.gate[rows].clone())
     if isinstance(value, TokenBatch):
-        return replace(rows_of(replace(value, block_table=value.slots), rows), block_table=value.block_table)
+        columns = rows_of(replace(value, block_table=value.slots), rows)
+        return replace(map_tensors(columns, Tensor.clone), block_table=value.block_table)
     taken = rows_of(value, rows)
     return map_tensors(taken, Tensor.clone) if is_copied else taken

@@ -53,24 +53,25 @@ def columns(pad_to=0):
 
 
 def test_chunks_stand_side_by_side_and_padding_behind():
-    assert columns() == [[10, 11, 12], [7, 8, 4], [3, 3, 1], [7, 7, 4], [9, 9, 5]]
+    """Up to an even number of columns: each then begins at a multiple of 16 bytes."""
+    assert columns() == [[10, 11, 12, 0], [7, 8, 4, 0], [3, 3, 1, -1], [7, 7, 4, 0], [9, 9, 5, 0]]
     assert columns(pad_to=2) == columns()
-    assert [column[3:] for column in columns(pad_to=5)] == [[0, 0], [0, 0], [-1, -1], [0, 0], [0, 0]]
+    assert [column[3:] for column in columns(pad_to=5)] == [[0] * 3, [0] * 3, [-1] * 3, [0] * 3, [0] * 3]
     assert columns_of([], [], [], []).tolist() == [[]] * 5
 
 
 def test_a_batch_has_the_columns_by_name():
     table = torch.zeros(4, 2, dtype=torch.int32)
     batch = TokenBatch.of(CHUNKS, table)
-    assert [getattr(batch, name).tolist() for name in COLUMNS] == columns()
+    assert [getattr(batch, name).tolist() for name in COLUMNS] == [column[:3] for column in columns()]
     assert batch.block_table is table
     assert all(getattr(batch, name).dtype == torch.int64 for name in COLUMNS)
     assert TokenBatch.of([], table).num_tokens == 0
 
 
 def test_a_batch_over_columns_is_a_view():
-    columns = torch.arange(15).view(5, 3)
-    batch = TokenBatch.over(columns, torch.zeros(1, 1, dtype=torch.int32))
+    columns = torch.arange(20).view(5, 4)
+    batch = TokenBatch.over(columns, torch.zeros(1, 1, dtype=torch.int32), 3)
     columns[2] = -1
     assert batch.slots.tolist() == [-1, -1, -1]
     assert batch.num_tokens == 3

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from dsv4.errors import Dsv4Error
+from dsv4.ops.compile_only import launches_only_compile
 from dsv4.ops.lib.assembler import ptxas_version
-from dsv4.ops.lib.compile_only import launches_only_compile
 from dsv4.testing.bench import ROOT, BenchCase, case_modules, load_cases
 from tools.compiled.disk_cache import DiskCache, content_key
 from tools.imports import ImportGraph

@@ -92,7 +92,7 @@ class BucketGraph:
         starts = part_starts((self._padding.numel(), num_draws, num_draws, num_draws))
         self.buffer = StepBuffer(torch.zeros(starts[-1], dtype=torch.int64, device=device), size, num_draws)
         self._columns = self.buffer.numbers[: self._padding.numel()].view_as(self._padding).copy_(self._padding)
-        self.batch = TokenBatch.over(self._columns, block_table)
+        self.batch = TokenBatch.over(self._columns, block_table, size)
         self._draw_rows, slots, positions = (self.buffer.numbers[start : start + num_draws] for start in starts[1:4])
         rows = padding_rows(num_draws, vocab_size, device, None if drafting is None else most_drafts)
         self._rows = replace(rows, slots=slots.copy_(rows.slots), positions=positions)
@@ -194,9 +194,9 @@ class BucketGraph:
 
 
 def padding_batch(size: int, block_table: Tensor) -> tuple[Tensor, TokenBatch]:
-    """The columns [5, T] of a batch of padding, and the batch over them."""
+    """The columns [5, W] of a batch of padding, and the batch over them."""
     columns = torch.from_numpy(columns_of((), (), (), (), size)).to(block_table.device)
-    return columns, TokenBatch.over(columns, block_table)
+    return columns, TokenBatch.over(columns, block_table, size)
 
 
 def padding_rows(size: int, vocab_size: int, device: torch.device, max_drafts: int | None = None) -> SamplingRows:

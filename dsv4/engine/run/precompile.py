@@ -1,6 +1,6 @@
 """A model's kernels compiled on all cores, before it first runs.
 
-A forward call on "meta" tensors launches what a real one would; each launch only compiles (ops/lib/compile_only.py).
+A forward call on "meta" tensors launches what a real one would; each launch only compiles (ops/compile_only.py).
 The stand-ins have the shapes, strides, dtypes and alignment of the real weights and cache, so that the kernels have the
 keys of the real ones and the first real call finds them. No weight and no row of the cache is touched, and no memory of
 the GPU is taken.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.cache.batch import COLUMNS, TokenBatch
+from dsv4.cache.batch import COLUMNS, TokenBatch, aligned
 from dsv4.cache.handle import LayerCacheHandle
 from dsv4.cache.manager import KVCacheManager
 from dsv4.config.layers import LayerSpec
@@ -30,7 +30,7 @@ from dsv4.model.drafter import Drafter
 from dsv4.model.parameters import BlockParams, ExpertParams, ModelParams
 from dsv4.model.transformer import Transformer
 from dsv4.ops import OpSet
-from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
 from dsv4.ops.sampling import SamplingRows, SamplingState
 
 META = torch.device("meta")
@@ -51,9 +51,8 @@ class StandIn:
     def launch(self, size: int, num_rows: int) -> None:
         """What a step of `size` tokens launches that draws from `num_rows` rows, scores prompts, and drafts."""
         ops = self.model.context.ops
-        # the rows of one tensor, as in every batch: with an odd number of tokens every other row is off by 8 bytes
-        columns = torch.empty((len(COLUMNS), size), dtype=torch.int64, device=META)
-        batch = TokenBatch.over(columns, self.block_table)
+        columns = torch.empty((len(COLUMNS), aligned(size)), dtype=torch.int64, device=META)  # as `columns_of` makes
+        batch = TokenBatch.over(columns, self.block_table, size)
         token_ids = ops.resolve_tokens(batch.token_ids, batch.slots, self.state.last_tokens)
         batch = replace(batch, token_ids=token_ids)
         outputs: list[BlockOutput] = []
@@ -73,7 +72,7 @@ def rehearse(ops: OpSet, logits: Tensor, state: SamplingState) -> None:
     """Draw from every row, as padding, and ask for log-probabilities: a request has nothing of it left to compile."""
     num_rows, vocab_size = logits.shape
     slots = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
-    token_ids = ops.sample(logits, SamplingRows(slots, slots + 1), state)
+    token_ids = ops.sample(logits, SamplingRows(slots, torch.zeros_like(slots)), state)
     for num_top in (0, *NUM_TOP):
         ops.sampled_logprobs(logits, token_ids, min(num_top, vocab_size))
 

@@ -32,7 +32,7 @@ from dsv4.engine.step.sampler import NUM_TOP, SCORED_ROWS
 from dsv4.engine.step.slots import SlotStates
 from dsv4.model.block import BlockOutput
 from dsv4.model.transformer import Transformer
-from dsv4.ops.lib.compile_only import can_compile_in_parallel
+from dsv4.ops.compile_only import can_compile_in_parallel
 from dsv4.ops.sampling import SamplingRows
 
 _LOG = logging.getLogger("dsv4.engine")

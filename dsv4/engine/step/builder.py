@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, columns_of
+from dsv4.cache.batch import COLUMNS, PADDED_SLOT, TokenBatch, aligned, columns_of
 from dsv4.cache.manager import KVCacheManager
 from dsv4.cache.transfer import host_buffer, to_device
 from dsv4.engine.draft.round import NO_DRAFT, NO_REQUEST, FedDrafts, draft_code, fill_drafts
@@ -25,7 +25,6 @@ from dsv4.engine.schedule.plan import Piece, StepPlan
 
 LAST_DRAWN = -1  # as a token id: the one that the row's slot has drawn last
 _IDS, _SLOTS, _POSITIONS = (COLUMNS.index(name) for name in ("token_ids", "slots", "positions"))
-_ALIGNED = 2  # numbers: a draw's column begins at a multiple of 16 bytes, since kernels are compiled apart for others
 
 Numbers = NDArray[np.int64]
 
@@ -41,7 +40,7 @@ class StepBuffer(NamedTuple):
 
 def part_starts(sizes: Iterable[int]) -> list[int]:
     """Where parts of these sizes begin in one buffer, and where it ends."""
-    return [0, *accumulate(size + size % _ALIGNED for size in sizes)]
+    return [0, *accumulate(map(aligned, sizes))]
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,15 @@ class StepBuilder:
         num_rows, num_drawn = max(plan.num_tokens, pad_to), len(draw_rows)
         if target is not None:
             values = self._fill(target, parts)
-            batch = TokenBatch.over(values[0].view(columns.shape)[:, :num_rows], self._cache.block_table)
+            batch = TokenBatch.over(values[0].view(columns.shape), self._cache.block_table, num_rows)
             device_rows, draw_slots, draw_positions = (part[:num_drawn] for part in values[1:])
             return StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
             first_rows = draw_rows[steps == 0]
-            parts += _draft_columns(others, columns, first_rows, num_draws, steps, most, num_requests)
+            parts += _draft_columns(others, columns[:, :num_rows], first_rows, num_draws, steps, most, num_requests)
         flat, device_rows, draw_slots, draw_positions, *more = self._copy(parts)
-        batch = TokenBatch.over(flat.view(columns.shape), self._cache.block_table)
+        batch = TokenBatch.over(flat.view(columns.shape), self._cache.block_table, num_rows)
         made = StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
         if not most:
             return made

@@ -55,7 +55,7 @@ hopper: Any = importlib.import_module(f"{_GLUON}.language.nvidia.hopper") if HAS
 IS_INTERPRETED: bool = HAS_TRITON and bool(importlib.import_module("triton").knobs.runtime.interpret)
 # for kernels: `if INTERPRET:` around what only a GPU has (inline PTX, libdevice)
 INTERPRET = tl.constexpr(IS_INTERPRETED)
-# where launches are possible; ops/lib/compile_only.py adds "meta"
+# where launches are possible; ops/compile_only.py adds "meta"
 LAUNCH_DEVICES = frozenset({"cuda", "cpu"} if IS_INTERPRETED else {"cuda"})
 
 

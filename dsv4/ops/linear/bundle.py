@@ -68,9 +68,9 @@ class LinearBundle:
             scale_row += weight.scale.shape[0] if isinstance(weight, QuantTensor) else 0
         fp8 = None
         if quantised:
-            codes = torch.cat([weight.data.view(torch.uint8) for weight in quantised]).view(torch.float8_e4m3fn)
-            fp8 = replace(quantised[0], data=codes, scale=torch.cat([weight.scale for weight in quantised]))
-        return cls(fp8, torch.cat(plain) if plain else None, tuple(segments))
+            codes = _joined([weight.data.view(torch.uint8) for weight in quantised]).view(torch.float8_e4m3fn)
+            fp8 = replace(quantised[0], data=codes, scale=_joined([weight.scale for weight in quantised]))
+        return cls(fp8, _joined(plain) if plain else None, tuple(segments))
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -84,3 +84,12 @@ class LinearBundle:
         assert self.fp8 is not None
         scales = slice(segment.scale_row, segment.scale_row - (-segment.num_rows // FP8_STEP))
         return replace(self.fp8, data=self.fp8.data[rows], scale=self.fp8.scale[scales])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts. `torch.cat` on "meta" imports torch's compiler, which takes a second of a start."""
+    lengths = [part.shape[0] for part in parts]
+    whole = parts[0].new_empty((sum(lengths), *parts[0].shape[1:]))
+    for place, part in zip(whole.split(lengths), parts, strict=True):
+        place.copy_(part)
+    return whole

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from dsv4.ops import Backend
-from dsv4.ops.lib.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
+from dsv4.ops.compile_only import can_compile_in_parallel, compiled_in_parallel, launches_only_compile
 from dsv4.testing.agreement import Comparison, Measure, compare_with_oracle, compare_with_pieces, pieces_of
 from dsv4.testing.bench import BenchCase, case_modules, load_cases, load_small_cases
 from dsv4.testing.op_call import OpCall

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsv4.config import ModelConfig
+from dsv4.config import BLOCK_TOKENS, ModelConfig
 from dsv4.config.layers import build_schedule
 from dsv4.engine.offload.pool import LayerExperts
 from dsv4.engine.run.kernel_record import KernelVerdict, model_key, read_verdict, refuse, write_verdict
@@ -31,6 +31,7 @@ from dsv4.tools.selftest.report import Check, Status, tried
 
 TOKENS, SHORT_TOKENS, INTERPRETED_TOKENS = 400, 160, 16  # of the prompt
 SIZES, SHORT_SIZES, INTERPRETED_SIZES = (300, 100, 48, 17, 6, 1), (48, 1), (3, 1)  # of calls whose ops are compared
+_ALIGNED_TOKENS = 16 * BLOCK_TOKENS
 CUTS = {"tokens": "token by token", "chunks": "in chunks", "batch": "beside another request"}
 
 
@@ -125,11 +126,20 @@ def check_once(llm: LLM, *, is_ignored: bool) -> str | None:
     if read_verdict(key) is not None:  # a red one was refused when the model was loaded
         return None
     began = time.perf_counter()
-    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS[-1])
-    checks = [*check_ops_of(small, SHORT_SIZES, lambda what, done, total: None), *check_cuts(small)]
+    checks = short_checks(model, llm.cache.limits.max_context_tokens)
     keep_verdict(checks, key)
     refuse(verdict_of(checks, key))
     return summary(checks, time.perf_counter() - began)
+
+
+def short_checks(model: Transformer, max_context_tokens: int) -> list[Check]:
+    """Of a model whose kernels are compiled for a cache of this context. The cache here is small and has strides that
+    16 divides where those do: kernels are compiled apart for others, and each would take seconds of the start."""
+    context = max_context_tokens % _ALIGNED_TOKENS
+    if context < SHORT_TOKENS:
+        context = min(context + _ALIGNED_TOKENS, model.config.max_position_embeddings)
+    small = CutModel(model, SHORT_TOKENS, head_rows=SCORED_ROWS[-1], max_context_tokens=context)
+    return [*check_ops_of(small, SHORT_SIZES, lambda what, done, total: None), *check_cuts(small)]
 
 
 def summary(checks: Sequence[Check], seconds: float) -> str:

@@ -2,18 +2,21 @@
 
     python precompile_process.py NAME        prints one JSON line
 
-`toy`, `keys`, `headers` and `offline` compile for an sm_90 that need not be there, `resident` and `offloaded` for the
-GPU that is.
+`resident` and `offloaded` compile for the GPU that is there, the others for an sm_90 that need not be.
 """
 
 import json
+import logging
+import os
 import sys
 import tempfile
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
+import triton.compiler
 from engine_cases import SMALL
 from offload_cases import offload
 from triton.runtime import driver
@@ -34,10 +37,11 @@ from dsv4.loader.weights import load_params
 from dsv4.loader.write.synth import random_params, write_checkpoint
 from dsv4.model.prepare import prepare_params
 from dsv4.model.transformer import Transformer
-from dsv4.ops import TRITON
-from dsv4.ops.lib import compile_only, guard
-from dsv4.ops.lib.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops import TRITON, compile_only, compile_workers
+from dsv4.ops.compile_only import compiled_in_parallel, launches_only_compile
+from dsv4.ops.lib import guard
 from dsv4.ops.lib.guard import jit, tl
+from dsv4.tools.selftest.own import short_checks
 from tools.compiled.compile_check import OfflineDriver
 
 # both routers; the attention with the most kernels
@@ -57,10 +61,23 @@ def _broken_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, N), tl.load(x_ptr + tl.arange(0, 2 * N)))
 
 
+@jit
+def _slow_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, N)
+
+
+@jit
+def _slowest_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, N)
+
+
 def toy():
     """A kernel of two sizes, at one of them twice, and one that does not compile; then each alone."""
     use_offline_driver()
-    watch, seen, launchers, error = CompileWatch(), [], [], ""
+    watch, seen, launchers, error, logged = CompileWatch(), [], [], "", logging.Handler()
+    logged.emit = lambda record: warnings.append(record.getMessage())
+    warnings = []
+    logging.getLogger("dsv4.engine").addHandler(logged)
     driver.active.launcher_cls = lambda source, metadata: launchers.append((source.name, metadata.name))
     x = torch.empty(64, device="meta")
     with watch, launches_only_compile() as launched:
@@ -77,8 +94,54 @@ def toy():
             error = str(found)
     return {
         "names": in_parallel, "launchers": launchers, "after": after, "seen": seen, "num_launched": len(launched),
-        "error": error,
+        "error": error, "warnings": warnings,
     }  # fmt: skip
+
+
+def order():
+    """On one core: the names of kernels in the order in which they are compiled; none where the block fails."""
+    begun = []
+
+    def compile_kernel(source, **options):
+        begun.append(source.name)
+        return source
+
+    compile_nothing()
+    triton.compiler.compile, compile_only.SLOWEST = compile_kernel, ("_slowest_kernel", "_slow_kernel")
+    x = torch.empty(64, device="meta")
+    with launches_only_compile(), compiled_in_parallel():
+        for kernel in (_copy_kernel, _slow_kernel, _broken_kernel, _slowest_kernel):
+            kernel[(1,)](x, x, N=16)
+    with suppress(KeyError), launches_only_compile(), compiled_in_parallel():
+        _copy_kernel[(1,)](x, x, N=32)
+        raise KeyError
+    return begun
+
+
+def workers():
+    """Kernels of the package on a cold cache: which this process compiles, and which it finds, when workers do their
+    work and when they are killed at once."""
+    use_offline_driver()
+    os.sched_getaffinity = lambda process: {0, 1}
+    found, listed = [], []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **facts: listed.append((src.name, cache_hit))
+    start = compile_workers.Workers.__init__
+
+    def start_and_kill(self, count):
+        start(self, count)
+        self._process.kill()
+        self._process.wait()
+
+    for starting in (start, start_and_kill):
+        compile_workers.Workers.__init__ = starting
+        with tempfile.TemporaryDirectory() as folder, launches_only_compile(), compiled_in_parallel():
+            triton.knobs.cache.dir = folder
+            for size in (128, 256) if starting is start else (512, 1024):
+                x = torch.empty((4, size), dtype=torch.bfloat16, device="meta")
+                TRITON.ops.rms_norm(x, None, 1e-6)
+        found.append({"here": [name for name, is_hit in listed if not is_hit], "num_found": len(listed)})
+        listed.clear()
+    return found
 
 
 def offline():
@@ -103,8 +166,7 @@ def offline():
 def keys():
     """Kernels that stand-ins launch, and those that the models themselves launch besides: with a compiler that takes no
     time, at all sizes, with experts on the device and off it."""
-    use_offline_driver()
-    triton.compiler.compile = lambda source, **options: source
+    compile_nothing()
     watch, found = CompileWatch(), []
     with watch:
         cases = [(None, None), (Placement(1, 2), None), (Placement(2, 2), None)]
@@ -121,8 +183,7 @@ def keys():
 
 def headers():
     """Kernels that a stand-in made of a checkpoint's headers compiles, and those that the loaded model has besides."""
-    use_offline_driver()
-    triton.compiler.compile = lambda source, **options: source
+    compile_nothing()
     watch, found = CompileWatch(), []
     limits = EngineConfig(
         max_context_tokens=256, max_concurrent_requests=8, max_chunk_tokens=64, max_draft_tokens=2,
@@ -133,7 +194,7 @@ def headers():
         with tempfile.TemporaryDirectory() as place, watch:
             checkpoint = Checkpoint.open(write_checkpoint(Path(place) / "model", config, experts=experts))
             stand_in_runner(checkpoint, config, limits, TRITON, drafts, torch.bfloat16).precompile(raises=True)
-            ahead = take(watch.names)
+            ahead, is_compiler_there = take(watch.names), "torch._dynamo" in sys.modules
             model = Transformer(
                 config, prepare_params(load_params(checkpoint, config), TRITON), torch.bfloat16, backend=TRITON
             )
@@ -141,22 +202,44 @@ def headers():
             cache = KVCacheManager(config, schedule, limits, device="cpu", plain_dtype=None)
             runner, _ = make_loaded_runner(model, cache, limits, drafts, use_graphs=False)
             runner.precompile(raises=True)
-        found.append({"ahead": ahead, "late": take(watch.names)})
+        found.append({"ahead": ahead, "late": take(watch.names), "is_compiler_there": is_compiler_there})
     return found
 
 
+def first_check():
+    """What the check before a model is served compiles, of a model whose steps are compiled."""
+    compile_nothing()
+    config = replace(SMALL, max_position_embeddings=4096)
+    limits = EngineConfig(max_context_tokens=4096, max_concurrent_requests=32, max_chunk_tokens=512)
+    model = Transformer(config, prepare_params(random_params(config), TRITON), torch.bfloat16, backend=TRITON)
+    cache = KVCacheManager(config, model.schedule, limits, device="cpu", plain_dtype=None)
+    runner, watch = Runner(model, cache, buckets=decode_buckets(8), use_graphs=False), CompileWatch()
+    with watch:
+        precompile_for(runner, runner._direct_sizes())
+        ahead = take(watch.names)
+        with nothing_runs() as launched:
+            checks = short_checks(model, limits.max_context_tokens)
+    return {"ahead": ahead, "late": watch.names, "num_launches": len(launched), "num_checks": len(checks)}
+
+
 def launch_without_running(runner, size):
-    """A call as `warm_up` makes it, on tensors in memory, in which launches only compile; how many there are. What they
-    would have written, ids among it, is 0."""
+    """How many launches a call has as `warm_up` makes it."""
+    with nothing_runs() as launched:
+        runner._compile(size)
+    return len(launched)
+
+
+@contextmanager
+def nothing_runs():
+    """Launches on tensors in memory only compile. What they would have written, ids among it, is 0."""
     is_meta, compile_only._is_meta = compile_only._is_meta, lambda argument: True
     empty, empty_like = torch.empty, torch.empty_like
     torch.empty = torch.zeros
     torch.empty_like = lambda like, memory_format=None, **options: torch.zeros_like(like, **options)
     with launches_only_compile() as launched:
         guard.LAUNCH_DEVICES |= {"cpu"}
-        runner._compile(size)
+        yield launched
     torch.empty, torch.empty_like, compile_only._is_meta = empty, empty_like, is_meta
-    return len(launched)
 
 
 def resident():
@@ -214,11 +297,18 @@ def take(names):
     return taken
 
 
+def compile_nothing():
+    """From now on a compiler that takes no time; without workers, who would have the real one."""
+    use_offline_driver()
+    triton.compiler.compile = lambda source, **options: source
+    os.sched_getaffinity = lambda process: {0}
+
+
 def use_offline_driver():
     driver.set_active(OfflineDriver(90))
 
 
 if __name__ == "__main__":
     with torch.no_grad():
-        functions = (toy, keys, headers, offline, resident, offloaded)
+        functions = (toy, order, workers, first_check, keys, headers, offline, resident, offloaded)
         print(json.dumps({function.__name__: function for function in functions}[sys.argv[1]]()))

@@ -24,6 +24,7 @@ from dsv4.formats.trees import tensors_of
 from dsv4.loader.write.synth import random_params
 from dsv4.model.transformer import Transformer
 from dsv4.ops import TORCH, TRITON
+from dsv4.ops.compile_only import SLOWEST
 
 ROOT = Path(__file__).parents[3]
 # swa, csa, hca, csa, csa; the first is routed by a table, and the csa layers are alike
@@ -129,6 +130,21 @@ def test_kernels_compile_in_threads():
     assert found["seen"] == [[1, 3], [2, 3], [3, 3]]
     assert found["num_launched"] == 5
     assert "shape" in found["error"]
+    assert [text.partition(":")[0] for text in found["warnings"]] == ["_broken_kernel does not compile"]
+
+
+def test_the_slowest_kernels_come_first():
+    """Begun last, they would be waited for on one core, the others idle. Their names are those of kernels."""
+    assert run_process("order") == ["_slowest_kernel", "_slow_kernel", "_copy_kernel", "_broken_kernel"]
+    source = "".join(file.read_text() for file in (ROOT / "dsv4" / "ops").rglob("*.py"))
+    assert all(f"def {name}(" in source for name in SLOWEST)
+
+
+def test_workers_compile_for_the_process_that_asks():
+    """It finds what they made. Without them it compiles all the same."""
+    with_workers, without = run_process("workers")
+    assert with_workers == {"here": [], "num_found": 2}
+    assert without == {"here": ["_rms_norm_kernel"] * 2, "num_found": 2}
 
 
 def test_stand_ins_launch_what_the_model_launches():
@@ -144,10 +160,22 @@ def test_stand_ins_launch_what_the_model_launches():
 
 
 def test_headers_are_enough_to_compile_everything():
-    """While weights are read: the model that is then loaded has nothing left to compile."""
-    for found in run_process("headers"):
+    """While weights are read: the model that is then loaded has nothing left to compile. Some calls on "meta" would
+    import torch's compiler, which takes a second; a drafter's still do."""
+    models = run_process("headers")
+    for found in models:
         assert found["late"] == []
         assert found["ahead"]
+    assert [found["is_compiler_there"] for found in models] == [False, False, True, True]
+
+
+def test_the_check_of_a_first_start_uses_the_kernels_that_serve():
+    """Others would be compiled one by one while the server waits. Two are small, and the third takes a second."""
+    found = run_process("first_check")
+    assert len(found["ahead"]) > 60
+    assert found["num_checks"] > 50
+    assert found["num_launches"] > 1000
+    assert set(found["late"]) <= {"topk_short_kernel", "_few_gate_up_kernel"}
 
 
 def test_a_model_is_compiled_once():

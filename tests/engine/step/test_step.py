@@ -53,14 +53,16 @@ def test_a_token_still_under_way_is_looked_up_by_its_slot(planned):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
-def test_columns_of_the_draw_are_aligned(make_llm, num_tokens):
+def test_columns_are_aligned(make_llm, num_tokens):
     """A kernel is compiled apart for a pointer that is no multiple of 16 bytes."""
     llm = make_llm()
     slots = [llm.cache.admit(9) for _ in range(3)]
     pieces = [Piece(llm.engine.prepare([5] * 4, SamplingParams()), slot, 0, num_tokens, True) for slot in slots]
     step = StepBuilder(llm.cache).build(StepPlan(tuple(pieces), ()))
     start = step.batch.token_ids.data_ptr()
-    for column in (step.draw_rows, step.draw_slots, step.draw_positions):
+    batch = step.batch
+    columns = (batch.positions, batch.slots, batch.chunk_starts, batch.chunk_ends)
+    for column in (*columns, step.draw_rows, step.draw_slots, step.draw_positions):
         assert (column.data_ptr() - start) % 16 == 0
     for slot in slots:
         llm.cache.release(slot)
