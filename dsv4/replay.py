@@ -1,17 +1,18 @@
 """`ReplayLog`: what a request's tokens were computed with: the experts that every layer chose, and the entries that the
-indexer of every CSA layer picked. So a trainer can run its own model along the same paths. No torch."""
+indexer of every CSA layer picked. So a trainer can run its own model along the same paths. No torch, and numpy only
+where rows are: most front ends never see any."""
 
 from __future__ import annotations
 
 import base64
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dsv4.request import SamplingParams
 
-Rows = NDArray[Any]  # [N, layers, k]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Rows: TypeAlias = "NDArray[Any]"  # [N, layers, k]
 
 
 class ReplayLog:
@@ -54,6 +55,8 @@ class ReplayLog:
 
     def before(self, num_tokens: int) -> tuple[Rows | None, Rows | None]:
         """Rows of the first `num_tokens` tokens but the last, which nothing was computed from."""
+        import numpy as np
+
         experts, picks = self._joined()
         num_rows = max(0, num_tokens - 1 - self.start)
         if picks is not None:
@@ -62,6 +65,8 @@ class ReplayLog:
         return None if experts is None else experts[:num_rows], picks
 
     def _joined(self) -> tuple[Rows | None, Rows | None]:
+        import numpy as np
+
         experts = [one for one, _ in self._parts if one is not None]
         picks = [one for _, one in self._parts if one is not None]
         empty = np.zeros((0, 0, 0), dtype=np.uint8)
@@ -80,6 +85,8 @@ def replayed(log: ReplayLog | None, num_tokens: int) -> dict[str, Rows | None]:
 
 
 def _of_one_width(parts: list[Rows]) -> list[Rows]:
+    import numpy as np
+
     width = max(part.shape[2] for part in parts)
     return [
         np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2])), constant_values=np.iinfo(part.dtype).max)
@@ -89,5 +96,12 @@ def _of_one_width(parts: list[Rows]) -> list[Rows]:
 
 def encode_rows(rows: Rows, start: int) -> dict[str, Any]:
     """As JSON has them: little-endian numbers in base64, and how to read them."""
-    data = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode("ascii")
+    data = base64.b64encode(rows.tobytes()).decode("ascii")
     return {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": start}
+
+
+def rows_from(data: bytes, dtype: str, shape: list[int]) -> Rows:
+    """What `tobytes` gave."""
+    import numpy as np
+
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

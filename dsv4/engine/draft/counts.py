@@ -4,13 +4,17 @@
 No choice changes a token.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.engine.draft.policy import AcceptanceMeter, DraftPolicy, LearnedTimes
-from dsv4.engine.request import Request
 from dsv4.engine.stats import DraftStats
+
+if TYPE_CHECKING:
+    from dsv4.engine.request import Request  # has numpy
 
 _LOG = logging.getLogger("dsv4.engine")
 

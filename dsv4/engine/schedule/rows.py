@@ -17,19 +17,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.errors import require_integrity
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO
+from dsv4.engine.request import MAX_END_IDS, Request
 from dsv4.request import FinishReason
 
-if TYPE_CHECKING:
-    from dsv4.engine.request import Request  # reads its numbers here
-
-MAX_END_IDS = 8  # of a request with a row
 _NO_ID = -9  # among ids that end a request: equal to nothing that is drawn
 
 Numbers = NDArray[np.int64]
