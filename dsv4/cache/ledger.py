@@ -150,8 +150,8 @@ class CacheLedger:
         """
         given = (slots, positions_before, num_new_tokens)
         slots, before, num_new = (np.asarray(values, dtype=np.int64) for values in given)
-        self._check_call(slots, before, num_new)
         ends = before + num_new
+        self._check_call(slots, before, num_new, ends)
         num_blocks = blocks_at_position(ends) - blocks_at_position(before)
         num_needed = int(num_blocks.sum())
         fresh = self._acquire(num_needed) if num_needed else []
@@ -169,16 +169,15 @@ class CacheLedger:
             taken += count
         self._give_blocks(gained)
 
-    def _check_call(self, slots: Numbers, before: Numbers, num_new: Numbers) -> None:
+    def _check_call(self, slots: Numbers, before: Numbers, num_new: Numbers, ends: Numbers) -> None:
         """A named error unless every request continues where it stands, within what it was admitted for."""
         if not len(slots) == len(before) == len(num_new):
             raise CacheError(f"{len(slots)} slots, {len(before)} positions and {len(num_new)} token counts differ")
-        places = np.arange(len(slots))
-        if ((slots >= 0) & (slots < len(self._marks))).all():
-            self._marks[slots] = places  # the last of equal slots leaves its mark
-            is_right = (self._marks[slots] == places) & (self._max_tokens[slots] > 0)
-            is_right &= (before == self._positions[slots]) & (num_new >= 1)
-            if (is_right & (before + num_new <= self._max_tokens[slots])).all():
+        if (slots.view(np.uint64) < len(self._marks)).all():  # negative ones are large there
+            self._marks[slots] = places = np.arange(len(slots))  # the last of equal slots leaves its mark
+            is_right = (self._marks[slots] == places) & (before == self._positions[slots])
+            # a free slot's limit is 0
+            if (is_right & (num_new >= 1) & (ends <= self._max_tokens[slots])).all():
                 return
         twice = [slot for slot, count in Counter(slots.tolist()).items() if count > 1]
         if twice:

@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, TypeVar
 
 from dsv4.cache.layer_schema import (
-    CSA_ENTRIES_PER_BLOCK,
     POSITION_BYTES,
     LayerCacheSchema,
     _ring_slack,
@@ -47,7 +46,7 @@ def blocks_at_position(position: _Positions) -> _Positions:
     A block is needed as soon as its first entry closes, which is the CSA entry of its fourth token; its HCA entry
     closes together with its last CSA entry. So a request at 131 owns one block, at 132 two.
     """
-    return -(-(position // CSA_RATIO) // CSA_ENTRIES_PER_BLOCK)
+    return (position + BLOCK_TOKENS - CSA_RATIO) // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,8 @@ class RowsOfStep:
     slots        [R]
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
+    max_lens     [R]
+    end_ids      [R, E]  of each, and -9 where it has fewer than E
     counts       their `SamplingParams.logprobs`; None if no request asks for log-probabilities
     ruled        places of those that may have rules (`Request.has_rules`)
     """
@@ -49,6 +53,8 @@ class RowsOfStep:
     slots: Numbers
     stays: Numbers
     starts: Numbers
+    max_lens: Numbers
+    end_ids: Numbers
     counts: tuple[int | None, ...] | None = None
     ruled: tuple[int, ...] = ()
 
@@ -60,14 +66,14 @@ class RowsOfStep:
         found = [(place, self.requests[place]) for place in self.ruled]
         return [(place, request) for place, request in found if request.has_rules and not request.is_done]
 
-    @property
+    @cached_property
     def num_new_blocks(self) -> int:
         """Blocks that the step's tokens need."""
         return int(np.count_nonzero(self.starts % BLOCK_TOKENS == CSA_RATIO - 1))
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE)
+NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,18 @@ class RowsTaken:
     invalid: Sequence[int] = ()
 
 
+class _Member(NamedTuple):
+    """What a step needs of a request with a row, so that a step whose requests have changed asks none of them."""
+
+    order: tuple[int, int]
+    request: Request
+    slot: int
+    tokens: array[int]
+    num_logprobs: int | None
+    has_rules: bool
+    num_ends: int
+
+
 class DecodeRows:
     """Rows for the requests of `num_slots` slots. `has_room` says whether there are any."""
 
@@ -96,7 +114,7 @@ class DecodeRows:
         self._max_lens = np.zeros(num_slots, dtype=np.int64)
         self._end_ids = np.full((num_slots, MAX_END_IDS), _NO_ID, dtype=np.int64)
         self._stays = np.zeros(num_slots, dtype=np.int64)
-        self._members: list[Request] = []  # by order
+        self._members: list[_Member] = []  # by order
         self._all: RowsOfStep | None = None  # of all members, until one comes or goes; its `starts` are of no use
 
     def __len__(self) -> int:
@@ -116,7 +134,9 @@ class DecodeRows:
         self._max_lens[slot] = request.max_len
         self._end_ids[slot] = [*ends, *[_NO_ID] * (MAX_END_IDS - len(ends))]
         self._stays[slot] += 1
-        self._members.insert(bisect_left(self._members, _order(request), key=_order), request)
+        asked, has_rules = request.params.logprobs, request.may_have_rules
+        member = _Member(_order(request), request, slot, request.token_ids, asked, has_rules, len(ends))
+        self._members.insert(bisect_left(self._members, (member.order,)), member)
         self._all = None
         request.rows = self
 
@@ -128,7 +148,7 @@ class DecodeRows:
         request.num_processed = request.num_read = processed
         request.num_unread = unread
         self._stays[slot] += 1
-        del self._members[bisect_left(self._members, _order(request), key=_order)]
+        del self._members[bisect_left(self._members, (_order(request),))]
         self._all = None
 
     # ---- a step ----
@@ -138,23 +158,23 @@ class DecodeRows:
         if not self._members:
             return NO_ROWS
         if self._all is None:
-            slots = np.array([request.slot for request in self._members], dtype=np.int64)
-            lists = tuple([request.token_ids for request in self._members])
-            counts = tuple([request.params.logprobs for request in self._members])
-            is_asked = any(count is not None for count in counts)
+            _, requests, places, lists, counts, has_rules, num_ends = zip(*self._members, strict=True)
+            slots = np.array(places, dtype=np.int64)
+            is_asked = counts.count(None) < len(counts)
             self._all = RowsOfStep(
-                tuple(self._members), lists, slots, self._stays[slots], slots, counts if is_asked else None,
-                tuple([place for place, request in enumerate(self._members) if request.may_have_rules]),
+                requests, lists, slots, self._stays[slots], slots, self._max_lens[slots],
+                self._end_ids[slots, : max(num_ends)], counts if is_asked else None,
+                tuple(compress(range(len(slots)), has_rules)),
             )  # fmt: skip
         every = self._all
         starts = self.num_processed[every.slots]
-        is_fed = starts + 1 < self._max_lens[every.slots]
+        is_fed = starts + 1 < every.max_lens
         if is_fed.all():
             return replace(every, starts=starts)
         kept = is_fed.tolist()
         return RowsOfStep(
             tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
-            every.slots[is_fed], every.stays[is_fed], starts[is_fed],
+            every.slots[is_fed], every.stays[is_fed], starts[is_fed], every.max_lens[is_fed], every.end_ids[is_fed],
             None if every.counts is None else tuple(compress(every.counts, kept)),
             tuple([sum(kept[:place]) for place in every.ruled if kept[place]]),
         )  # fmt: skip
@@ -173,6 +193,7 @@ class DecodeRows:
     def take(self, step: RowsOfStep, token_ids: Numbers) -> RowsTaken:
         """Give each request of a step its token, `token_ids` [R], and mark those that end with it. Their rows stay."""
         requests, lists, slots, tokens = step.requests, step.token_lists, step.slots, token_ids
+        max_lens, end_ids = step.max_lens, step.end_ids
         is_here = self._stays[slots] == step.stays
         is_taken = is_here & (tokens >= 0)
         rows: Sequence[int] = range(len(step))
@@ -182,12 +203,12 @@ class DecodeRows:
             left, invalid = np.flatnonzero(~is_here).tolist(), np.flatnonzero(is_here & (tokens < 0)).tolist()
             kept, rows = is_taken.tolist(), np.flatnonzero(is_taken).tolist()
             requests, lists = tuple(compress(requests, kept)), tuple(compress(lists, kept))
-            slots, tokens = slots[is_taken], tokens[is_taken]
+            slots, tokens, max_lens, end_ids = (part[is_taken] for part in (slots, tokens, max_lens, end_ids))
         unread = self.num_unread[slots] - 1
         self.num_unread[slots] = unread
         deque(map(array.append, lists, tokens.tolist()), maxlen=0)
-        is_stop = (self._end_ids[slots] == tokens[:, None]).any(axis=1)
-        is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
+        is_stop = (end_ids == tokens[:, None]).any(axis=1)
+        is_end = is_stop | (self.num_processed[slots] + 1 - unread >= max_lens)
         ended = []
         for place in np.flatnonzero(is_end).tolist():
             requests[place].finish_reason = FinishReason.STOP if is_stop[place] else FinishReason.LENGTH
@@ -199,7 +220,8 @@ class DecodeRows:
     def check_integrity(self, running: Iterable[Request]) -> None:
         """`running` are all requests with a slot, in order: recompute the rows from those that have one."""
         expected = [request for request in running if request.rows is not None]
-        require_integrity(self._members == expected, "the requests with rows are others, or out of order")
+        found = [member.request for member in self._members]
+        require_integrity(found == expected, "the requests with rows are others, or out of order")
         for request in expected:
             slot = _slot(request)
             num_known = len(request.token_ids) + int(self.num_unread[slot])
@@ -210,8 +232,8 @@ class DecodeRows:
             ends = [end for end in self._end_ids[slot].tolist() if end != _NO_ID]
             require_integrity(ends == list(request.end_ids), f"the row of slot {slot} ends at {ends}")
         if self._all is not None:
-            found = [(request, slot) for request, slot in zip(self._all.requests, self._all.slots, strict=True)]
-            require_integrity(found == [(one, one.slot) for one in expected], "the rows of a step are out of date")
+            stand = [(request, slot) for request, slot in zip(self._all.requests, self._all.slots, strict=True)]
+            require_integrity(stand == [(one, one.slot) for one in expected], "the rows of a step are out of date")
             require_integrity(
                 all(tokens is one.token_ids for tokens, one in zip(self._all.token_lists, expected, strict=True))
                 and bool((self._stays[self._all.slots] == self._all.stays).all()),
