@@ -69,6 +69,7 @@ class CacheLedger:
         self._max_tokens = np.zeros(num_slots, dtype=np.int64)  # 0 marks a free slot
         self._marks = np.zeros(num_slots, dtype=np.int64)  # of one check
         self._free_slots = list(range(num_slots))  # a heap
+        self._fresh: list[int] = []  # admitted, and not reset yet
 
     @property
     def num_free_blocks(self) -> int:
@@ -108,12 +109,14 @@ class CacheLedger:
         if self.prefix is not None and self.prefix.tiers is not None:
             self.prefix.tiers.wait(seconds)
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int:
+    def admit(
+        self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None, *, resets: bool = True
+    ) -> int:  # fmt: skip
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
         With a `chain` it takes over the longest prefix there is: see its `position`; what `match` said of it, if that
         was a moment ago. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
-        `NoFreeSlot` may pass.
+        `NoFreeSlot` may pass. Without `resets`, `reset_fresh` must follow.
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
@@ -130,10 +133,21 @@ class CacheLedger:
             raise NoFreeSlot(f"all {self.schema.num_slots} slots (max_concurrent_requests) are taken")
         slot = heapq.heappop(self._free_slots)
         self._max_tokens[slot] = max_tokens
-        self._reset_slot(slot)
+        self._fresh.append(slot)
         if self.prefix is not None and chain is not None:
-            self._start_from(slot, self.prefix.begin(slot, chain, self.match(chain) if match is None else match))
+            match = self.match(chain) if match is None else match
+            if match.position:  # a state is put there
+                self.reset_fresh()
+            self._start_from(slot, self.prefix.begin(slot, chain, match))
+        if resets:
+            self.reset_fresh()
         return slot
+
+    def reset_fresh(self) -> None:
+        """Slots that `admit` did not reset, all at once. Before anything reads or writes there."""
+        if self._fresh:
+            self._reset(self._fresh)
+            self._fresh = []
 
     def _start_from(self, slot: int, blocks: list[int]) -> None:
         """The request owns these blocks, together with the prefix they belong to."""
@@ -271,8 +285,8 @@ class CacheLedger:
 
     # ---- for managers with tensors ----
 
-    def _reset_slot(self, slot: int) -> None:
-        """A request begins: nothing of the last one may be read."""
+    def _reset(self, slots: Sequence[int]) -> None:
+        """Requests begin there: nothing of the last ones may be read."""
 
     def _write_row(self, slot: int) -> None:
         """The request's blocks are others than before."""

@@ -144,8 +144,8 @@ class KVCacheManager(CacheLedger):
         chunks = map(Chunk, slots, starts, token_ids_per_request)
         return TokenBatch.of(chunks, self._table)
 
-    def _reset_slot(self, slot: int) -> None:
-        self._state.reset_slot(slot)
+    def _reset(self, slots: Sequence[int]) -> None:
+        self._state.reset_slots(slots)
 
     def _write_row(self, slot: int) -> None:
         blocks = self._blocks[slot]

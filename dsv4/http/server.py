@@ -232,7 +232,7 @@ class Server:
 
     def _ended(self, request: Request, job: Job, timer: RequestTimer, problem: str | None) -> None:
         """A request is over, whatever ended it (`problem`)."""
-        request_id, route = request.scope["state"]["request_id"], request.url.path
+        request_id, route = request.scope["state"]["request_id"], request.scope["path"]
         log_request(request_id, route, job, timer, problem)
         if self._tracer is not None:
             self._tracer.record(request_id, route, request.headers, job, timer, problem)

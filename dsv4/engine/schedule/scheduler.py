@@ -142,6 +142,7 @@ class Scheduler:
             self._admit(draft, ahead_of=order_of(request))
             self._feed(draft, request)
         self._admit(draft)
+        self._cache.reset_fresh()
         decodes = [
             piece_of(request, length, num_drafts.get(request, 0))
             for request in draft.decoding
@@ -349,7 +350,7 @@ class Scheduler:
             if victims:  # what they held may be gone, or be kept now
                 match = self._cache.match(head.chain)
             num_free = self._cache.num_free_blocks
-            head.slot = self._cache.admit(head.max_len, head.chain, match)
+            head.slot = self._cache.admit(head.max_len, head.chain, match, resets=False)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
             head.admitted()

@@ -17,11 +17,19 @@ class TokenNames:
         self._tokenizer = tokenizer
         self._by_id = by_id
         self._constant: dict[int, tuple[str, str]] = {}  # of each token: its JSON before and after the number
+        self._quoted: dict[int, str] = {}
 
     def name(self, token_id: int) -> str:
         if self._by_id:
             return f"token_id:{token_id}"
         return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def quoted(self, token_id: int) -> str:
+        """A name as JSON."""
+        found = self._quoted.get(token_id)
+        if found is None:
+            found = self._quoted[token_id] = quote(self.name(token_id))
+        return found
 
     def tokens(self, given: Iterable[TokenLogprobs]) -> str:
         """Tokens of an answer as JSON, each with the most likely ones beside it."""
@@ -36,7 +44,7 @@ class TokenNames:
         found = self._constant.get(token_id)
         if found is None:
             value = to_json(list(self._tokenizer.token_bytes(token_id)))
-            found = (f'{{"token":{quote(self.name(token_id))},"logprob":', f',"bytes":{value}')
+            found = (f'{{"token":{self.quoted(token_id)},"logprob":', f',"bytes":{value}')
             self._constant[token_id] = found
         return f"{found[0]}{finite(logprob)!r}{found[1]}"
 
