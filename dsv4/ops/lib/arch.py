@@ -69,7 +69,18 @@ def architecture() -> Architecture:
     """Of the GPU that kernels are compiled for."""
     if IS_INTERPRETED:
         return Architecture(INTERPRETED)
-    return Architecture(int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch))
+    driver = _drivers().active
+    return _architecture_of(driver, driver.get_current_device())
+
+
+@cache
+def _drivers() -> Any:
+    return importlib.import_module("triton.runtime").driver
+
+
+@cache  # launchers ask several times, and the driver takes microseconds to answer
+def _architecture_of(driver: Any, device: int) -> Architecture:
+    return Architecture(int(driver.get_current_target().arch))
 
 
 # Triton then follows no further what a kernel depends on; the target is part of its cache's key
