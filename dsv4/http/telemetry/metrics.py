@@ -202,24 +202,21 @@ class RequestTimer:
     def token(self, event: TokenEvent, prompt_len: int) -> None:
         """A token, or an end without one, came out of the engine: of a request whose prompt has `prompt_len` tokens."""
         if event.token_id is not None:
-            self._count(event)
+            last = self._last[event.choice]
+            if last is None:
+                self._metrics.first_token.add(event.seconds - self.start)
+                if self._first is None:
+                    self._first = event.seconds
+            else:
+                self._metrics.inter_token.add(event.seconds - last)
+            self._last[event.choice] = event.seconds
+            self._num_tokens[event.choice] += 1
         if event.finish_reason is not None:
             self.finish_reasons.add(str(event.finish_reason))
             self._metrics.finished(str(event.finish_reason))
             self._metrics.whole_request.add(event.seconds - self.start)
             self._metrics.prompt_len.add(prompt_len)
             self._metrics.output_len.add(self._num_tokens[event.choice])
-
-    def _count(self, event: TokenEvent) -> None:
-        last = self._last[event.choice]
-        if last is None:
-            self._metrics.first_token.add(event.seconds - self.start)
-        else:
-            self._metrics.inter_token.add(event.seconds - last)
-        if self._first is None:
-            self._first = event.seconds
-        self._last[event.choice] = event.seconds
-        self._num_tokens[event.choice] += 1
 
     def sent(self, events: Sequence[RequestEvent], seconds: float) -> None:
         """What these tokens made certain was handed to the socket at `seconds`."""
