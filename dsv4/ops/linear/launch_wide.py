@@ -76,6 +76,6 @@ def _descriptor(matrix: Tensor, rows: int) -> Any:
 
 @cache  # a launch needs up to four
 def _tiles_of(bits: int) -> tuple[Any, Any]:
-    """The descriptors' class, and the layout of a tile of elements of so many bits."""
+    """The descriptors' class, and the layout of a tile whose elements have these bits."""
     descriptor = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
     return descriptor, gl.NVMMASharedLayout(ROW_BYTES, bits, 2)
