@@ -27,6 +27,7 @@ class Pool:
         assert dtype.itemsize == schema.itemsize, (schema, dtype)
         self.schema = schema
         # the allocator's own alignment covers ALIGNMENT, so offsets inside the pool decide every layer's alignment
+        self._is_dropped = False
         self._pages: mmap.mmap | None = None
         if device.type == "cpu" and sys.platform == "linux" and schema.total_bytes:
             # the system's zeros until they are written: rows that no request has used take no memory
@@ -50,6 +51,7 @@ class Pool:
 
     def drop(self) -> None:
         """Give the memory back, until `restore`."""
+        self._is_dropped = True
         if self._pages is None:
             self.storage.untyped_storage().resize_(0)
         else:
@@ -57,6 +59,7 @@ class Pool:
 
     def restore(self) -> None:
         """Zeroed bytes."""
+        self._is_dropped = False
         if self._pages is None:
             self.storage.untyped_storage().resize_(self.schema.total_bytes)
             self.storage.zero_()
@@ -64,7 +67,7 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes really held."""
-        return self.storage.untyped_storage().nbytes()
+        return 0 if self._is_dropped else self.storage.untyped_storage().nbytes()
 
 
 class PoolSet:
