@@ -69,7 +69,6 @@ class CacheLedger:
         self._max_tokens = np.zeros(num_slots, dtype=np.int64)  # 0 marks a free slot
         self._marks = np.zeros(num_slots, dtype=np.int64)  # of one check
         self._free_slots = list(range(num_slots))  # a heap
-        self._fresh: list[int] = []  # admitted, and not reset yet
 
     @property
     def num_free_blocks(self) -> int:
@@ -116,7 +115,7 @@ class CacheLedger:
 
         With a `chain` it takes over the longest prefix there is: see its `position`; what `match` said of it, if that
         was a moment ago. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
-        `NoFreeSlot` may pass. Without `resets`, `reset_fresh` must follow.
+        `NoFreeSlot` may pass. Without `resets`, `reset` must follow for a request that starts at 0.
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
@@ -133,21 +132,12 @@ class CacheLedger:
             raise NoFreeSlot(f"all {self.schema.num_slots} slots (max_concurrent_requests) are taken")
         slot = heapq.heappop(self._free_slots)
         self._max_tokens[slot] = max_tokens
-        self._fresh.append(slot)
+        match = self.match(chain) if match is None else match
+        if resets or match.position:  # a state is put there
+            self.reset([slot])
         if self.prefix is not None and chain is not None:
-            match = self.match(chain) if match is None else match
-            if match.position:  # a state is put there
-                self.reset_fresh()
             self._start_from(slot, self.prefix.begin(slot, chain, match))
-        if resets:
-            self.reset_fresh()
         return slot
-
-    def reset_fresh(self) -> None:
-        """Slots that `admit` did not reset, all at once. Before anything reads or writes there."""
-        if self._fresh:
-            self._reset(self._fresh)
-            self._fresh = []
 
     def _start_from(self, slot: int, blocks: list[int]) -> None:
         """The request owns these blocks, together with the prefix they belong to."""
@@ -285,7 +275,7 @@ class CacheLedger:
 
     # ---- for managers with tensors ----
 
-    def _reset(self, slots: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """Requests begin there: nothing of the last ones may be read."""
 
     def _write_row(self, slot: int) -> None:

@@ -143,7 +143,7 @@ class KVCacheManager(CacheLedger):
         chunks = map(Chunk, slots, starts, token_ids_per_request)
         return TokenBatch.of(chunks, self._table)
 
-    def _reset(self, slots: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         self._state.reset_slots(slots)
 
     def _write_row(self, slot: int) -> None:

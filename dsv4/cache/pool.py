@@ -27,9 +27,8 @@ class Pool:
         assert dtype.itemsize == schema.itemsize, (schema, dtype)
         self.schema = schema
         # the allocator's own alignment covers ALIGNMENT, so offsets inside the pool decide every layer's alignment
-        self._is_dropped = False
-        self._pages: mmap.mmap | None = None
-        if device.type == "cpu" and sys.platform == "linux" and schema.total_bytes:
+        self._is_dropped, self._pages = False, None
+        if device.type == "cpu" and sys.platform == "linux":
             # the system's zeros until they are written: rows that no request has used take no memory
             self._pages = mmap.mmap(-1, schema.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.storage = torch.frombuffer(self._pages, dtype=torch.uint8)
@@ -50,7 +49,7 @@ class Pool:
         return self.all_layers[self._row_of_layer[layer_idx]]
 
     def drop(self) -> None:
-        """Give the memory back, until `restore`."""
+        """Give the memory back, until `restore`: then all bytes are 0."""
         self._is_dropped = True
         if self._pages is None:
             self.storage.untyped_storage().resize_(0)
@@ -58,7 +57,6 @@ class Pool:
             self._pages.madvise(mmap.MADV_DONTNEED)  # zeros again
 
     def restore(self) -> None:
-        """Zeroed bytes."""
         self._is_dropped = False
         if self._pages is None:
             self.storage.untyped_storage().resize_(self.schema.total_bytes)

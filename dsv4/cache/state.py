@@ -23,17 +23,14 @@ class StateCache(PoolSet):
 
     def reset(self) -> None:
         """Every slot is that of a new request."""
-        for pool in self.pools.values():
-            pool.all_layers.fill_(_fresh_value(pool.schema.name))
+        self.reset_slots(range(self.num_slots))
 
     def reset_slots(self, slots: Sequence[int]) -> None:
         """Exactly the state of new requests: no positions, rows zero, tails kv 0 and score -inf. No other slots."""
-        for slot in slots:
-            if not 0 <= slot < self.num_slots:  # a negative index would reach another request's slot from the end
-                raise UnknownSlot(f"slot {slot} is not one of 0 .. {self.num_slots - 1}")
-        pools = self.pools.values()
-        places = to_device(torch.tensor(slots), next(iter(pools)).storage.device)
-        for pool in pools:
+        if not 0 <= min(slots) <= max(slots) < self.num_slots:  # a negative index is another request's from the end
+            raise UnknownSlot(f"slots {[*slots]} are not all among 0 .. {self.num_slots - 1}")
+        places = to_device(torch.tensor(slots), self.pools["window.data"].storage.device)
+        for pool in self.pools.values():
             value = _fresh_value(pool.schema.name)
             (pool.all_layers if value else pool.words).index_fill_(1, places, value)
 

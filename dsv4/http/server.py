@@ -347,7 +347,7 @@ def create_app(
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
     document = cache(partial(openapi_document, config))  # large, and few ask
-    app.add_route("/openapi.json", partial(_document, document=document), methods=["GET"])
+    app.add_route("/openapi.json", lambda _: JSONResponse(document()), methods=["GET"])  # in a thread
     return app
 
 
@@ -356,10 +356,6 @@ def create_app(
 
 async def _page(request: Request, *, headers: dict[str, str]) -> Response:
     return Response(page_text(), media_type="text/html; charset=utf-8", headers=headers)
-
-
-async def _document(request: Request, *, document: Callable[[], dict[str, Any]]) -> Response:
-    return JSONResponse(await asyncio.to_thread(document))
 
 
 # ---- errors ----

@@ -79,5 +79,5 @@ def test_views_are_contiguous_and_aligned_alike_on_every_layer():
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_slots_that_do_not_exist(slot):
     state = make_state()
-    with pytest.raises(UnknownSlot, match="is not one of 0 .. 3"):
+    with pytest.raises(UnknownSlot, match="not all among 0 .. 3"):
         state.reset_slots([slot])

@@ -1,7 +1,7 @@
 """`StepWait`: waits for a step's end without a processor core of its own.
 
-Whoever waits for a device asks it again and again, which takes a whole core. Steps of about the same number of rows
-take about the same time, so the host sleeps until shortly before the end, and only then asks. No bit depends on it.
+To ask a device again and again takes a whole core. Steps of about as many rows take about as long, so the host sleeps
+until shortly before the end, and only then asks. No bit depends on it.
 """
 
 import time
@@ -17,12 +17,9 @@ _SIZE_BITS = 4  # leading bits of a number of rows: where they agree, one expect
 
 
 class StepWait:
-    """Of one engine, whose steps follow each other. What is expected of a size is near the shortest of its last steps:
-    a longer one costs some asking, a shorter one would be seen late."""
+    """Of one engine. Expected is a value near the shortest of the last steps: a longer one only costs some asking."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
-    ) -> None:  # fmt: skip
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep):
         self._clock, self._sleep = clock, sleep
         self._expected: dict[int, float] = {}  # seconds, by size
         self._last_end = 0.0  # when the last step was seen to be over: the device began the next one
@@ -41,5 +38,5 @@ class StepWait:
         if took < expected:
             self._expected[size] = took
         elif not was_over:  # otherwise the host came late, and does not know
-            self._expected[size] = expected + (took - expected) / 8 if expected else took
+            self._expected[size] = (7 * expected + took) / 8 if expected else took
         return found

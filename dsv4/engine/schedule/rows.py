@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,6 @@ class RowsOfStep:
     slots        [R]
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
-    max_lens     [R]
     end_ids      [R, E]  of each, and -9 where it has fewer than E
     counts       their `SamplingParams.logprobs`; None if no request asks for log-probabilities
     ruled        places of those that may have rules (`Request.has_rules`)
@@ -53,7 +51,6 @@ class RowsOfStep:
     slots: Numbers
     stays: Numbers
     starts: Numbers
-    max_lens: Numbers
     end_ids: Numbers
     counts: tuple[int | None, ...] | None = None
     ruled: tuple[int, ...] = ()
@@ -73,7 +70,7 @@ class RowsOfStep:
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE, _NONE, _NONE)
+NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -93,18 +90,6 @@ class RowsTaken:
     invalid: Sequence[int] = ()
 
 
-class _Member(NamedTuple):
-    """What a step needs of a request with a row, so that a step whose requests have changed asks none of them."""
-
-    order: tuple[int, int]
-    request: Request
-    slot: int
-    tokens: array[int]
-    num_logprobs: int | None
-    has_rules: bool
-    num_ends: int
-
-
 class DecodeRows:
     """Rows for the requests of `num_slots` slots. `has_room` says whether there are any."""
 
@@ -114,7 +99,8 @@ class DecodeRows:
         self._max_lens = np.zeros(num_slots, dtype=np.int64)
         self._end_ids = np.full((num_slots, MAX_END_IDS), _NO_ID, dtype=np.int64)
         self._stays = np.zeros(num_slots, dtype=np.int64)
-        self._members: list[_Member] = []  # by order
+        # by order: that, what `RowsOfStep` has of a request, and how many end ids
+        self._members: list[tuple[tuple[int, int], Request, int, array[int], int | None, bool, int]] = []
         self._all: RowsOfStep | None = None  # of all members, until one comes or goes; its `starts` are of no use
 
     def __len__(self) -> int:
@@ -128,27 +114,27 @@ class DecodeRows:
 
     def add(self, request: Request) -> None:
         """The request has a row from now on. Its prompt is read, and a draw of it is launched."""
-        slot, ends = _slot(request), request.end_ids
+        slot, ends = slot_of(request), request.end_ids
         assert len(ends) <= MAX_END_IDS, "a request of many end ids has no row"
         self.num_processed[slot], self.num_unread[slot] = request.num_processed, request.num_unread
         self._max_lens[slot] = request.max_len
         self._end_ids[slot] = [*ends, *[_NO_ID] * (MAX_END_IDS - len(ends))]
         self._stays[slot] += 1
-        asked, has_rules = request.params.logprobs, request.may_have_rules
-        member = _Member(_order(request), request, slot, request.token_ids, asked, has_rules, len(ends))
-        self._members.insert(bisect_left(self._members, (member.order,)), member)
+        order, asked, has_rules = order_of(request), request.params.logprobs, request.may_have_rules
+        member = order, request, slot, request.token_ids, asked, has_rules, len(ends)
+        self._members.insert(bisect_left(self._members, (order,)), member)
         self._all = None
         request.rows = self
 
     def remove(self, request: Request) -> None:
         """The request keeps its numbers itself again."""
-        slot = _slot(request)
+        slot = slot_of(request)
         processed, unread = request.num_processed, request.num_unread
         request.rows = None
         request.num_processed = request.num_read = processed
         request.num_unread = unread
         self._stays[slot] += 1
-        del self._members[bisect_left(self._members, (_order(request),))]
+        del self._members[bisect_left(self._members, (order_of(request),))]
         self._all = None
 
     # ---- a step ----
@@ -162,19 +148,18 @@ class DecodeRows:
             slots = np.array(places, dtype=np.int64)
             is_asked = counts.count(None) < len(counts)
             self._all = RowsOfStep(
-                requests, lists, slots, self._stays[slots], slots, self._max_lens[slots],
-                self._end_ids[slots, : max(num_ends)], counts if is_asked else None,
-                tuple(compress(range(len(slots)), has_rules)),
+                requests, lists, slots, self._stays[slots], slots, self._end_ids[slots, : max(num_ends)],
+                counts if is_asked else None, tuple(compress(range(len(slots)), has_rules)),
             )  # fmt: skip
         every = self._all
         starts = self.num_processed[every.slots]
-        is_fed = starts + 1 < every.max_lens
+        is_fed = starts + 1 < self._max_lens[every.slots]
         if is_fed.all():
             return replace(every, starts=starts)
         kept = is_fed.tolist()
         return RowsOfStep(
             tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
-            every.slots[is_fed], every.stays[is_fed], starts[is_fed], every.max_lens[is_fed], every.end_ids[is_fed],
+            every.slots[is_fed], every.stays[is_fed], starts[is_fed], every.end_ids[is_fed],
             None if every.counts is None else tuple(compress(every.counts, kept)),
             tuple([sum(kept[:place]) for place in every.ruled if kept[place]]),
         )  # fmt: skip
@@ -193,7 +178,7 @@ class DecodeRows:
     def take(self, step: RowsOfStep, token_ids: Numbers) -> RowsTaken:
         """Give each request of a step its token, `token_ids` [R], and mark those that end with it. Their rows stay."""
         requests, lists, slots, tokens = step.requests, step.token_lists, step.slots, token_ids
-        max_lens, end_ids = step.max_lens, step.end_ids
+        end_ids = step.end_ids
         is_here = self._stays[slots] == step.stays
         is_taken = is_here & (tokens >= 0)
         rows: Sequence[int] = range(len(step))
@@ -203,12 +188,12 @@ class DecodeRows:
             left, invalid = np.flatnonzero(~is_here).tolist(), np.flatnonzero(is_here & (tokens < 0)).tolist()
             kept, rows = is_taken.tolist(), np.flatnonzero(is_taken).tolist()
             requests, lists = tuple(compress(requests, kept)), tuple(compress(lists, kept))
-            slots, tokens, max_lens, end_ids = (part[is_taken] for part in (slots, tokens, max_lens, end_ids))
+            slots, tokens, end_ids = slots[is_taken], tokens[is_taken], end_ids[is_taken]
         unread = self.num_unread[slots] - 1
         self.num_unread[slots] = unread
         deque(map(array.append, lists, tokens.tolist()), maxlen=0)
         is_stop = (end_ids == tokens[:, None]).any(axis=1)
-        is_end = is_stop | (self.num_processed[slots] + 1 - unread >= max_lens)
+        is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
         ended = []
         for place in np.flatnonzero(is_end).tolist():
             requests[place].finish_reason = FinishReason.STOP if is_stop[place] else FinishReason.LENGTH
@@ -220,10 +205,11 @@ class DecodeRows:
     def check_integrity(self, running: Iterable[Request]) -> None:
         """`running` are all requests with a slot, in order: recompute the rows from those that have one."""
         expected = [request for request in running if request.rows is not None]
-        found = [member.request for member in self._members]
-        require_integrity(found == expected, "the requests with rows are others, or out of order")
+        require_integrity(
+            [member[1] for member in self._members] == expected, "the requests with rows are others, or out of order"
+        )
         for request in expected:
-            slot = _slot(request)
+            slot = slot_of(request)
             num_known = len(request.token_ids) + int(self.num_unread[slot])
             require_integrity(request.rows is self, f"the request in slot {slot} reads another's rows")
             is_known = num_known == int(self.num_processed[slot]) + 1
@@ -232,8 +218,8 @@ class DecodeRows:
             ends = [end for end in self._end_ids[slot].tolist() if end != _NO_ID]
             require_integrity(ends == list(request.end_ids), f"the row of slot {slot} ends at {ends}")
         if self._all is not None:
-            stand = [(request, slot) for request, slot in zip(self._all.requests, self._all.slots, strict=True)]
-            require_integrity(stand == [(one, one.slot) for one in expected], "the rows of a step are out of date")
+            found = [(request, slot) for request, slot in zip(self._all.requests, self._all.slots, strict=True)]
+            require_integrity(found == [(one, one.slot) for one in expected], "the rows of a step are out of date")
             require_integrity(
                 all(tokens is one.token_ids for tokens, one in zip(self._all.token_lists, expected, strict=True))
                 and bool((self._stays[self._all.slots] == self._all.stays).all()),
@@ -241,11 +227,11 @@ class DecodeRows:
             )
 
 
-def _order(request: Request) -> tuple[int, int]:
-    assert request.order is not None, "a request with a row was queued"
+def order_of(request: Request) -> tuple[int, int]:
+    assert request.order is not None, "the request was never queued"
     return request.order
 
 
-def _slot(request: Request) -> int:
-    assert request.slot is not None, "a request with a row has a slot"
+def slot_of(request: Request) -> int:
+    assert request.slot is not None, "a running request has a slot"
     return request.slot

@@ -103,7 +103,9 @@ class StepBuilder:
         parts = [columns, draw_rows, *drawn]
         num_rows, num_drawn = max(plan.num_tokens, pad_to), len(draw_rows)
         if target is not None:
-            self._fill(target, parts)
+            buffer, spans = self._laid_out(parts, [columns.size, *[target.num_draws] * 3])
+            buffer.numpy()[spans[2]][num_drawn:] = PADDED_SLOT
+            target.numbers.copy_(buffer, non_blocking=True)
             return StepInput(*self._views_of(target, num_rows, num_drawn), drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
@@ -118,17 +120,8 @@ class StepBuilder:
             made, draw_drafts=draw_drafts.view(-1, most), fed=FedDrafts._make((*fed, drafts.view(-1, most)))
         )  # fmt: skip
 
-    def _fill(self, target: StepBuffer, parts: Sequence[Numbers]) -> None:
-        """The parts in the buffer of a captured call, with padding behind each but the first, which has its own."""
-        buffer, spans = self._laid_out(parts, [parts[0].size, *[target.num_draws] * (len(parts) - 1)])
-        buffer.numpy()[spans[2]][parts[2].size :] = PADDED_SLOT
-        target.numbers.copy_(buffer, non_blocking=True)
-
-    def _views_of(
-        self, target: StepBuffer, num_rows: int, num_drawn: int
-    ) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:  # fmt: skip
-        """The batch in the buffer of a captured call, then rows, slots and positions to draw from: those of the step
-        before, where it had as many."""
+    def _views_of(self, target: StepBuffer, num_rows: int, num_drawn: int) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
+        """A captured call's batch; rows, slots and positions to draw from. Those of the last step, if as many."""
         key = (target.numbers.data_ptr(), num_rows, num_drawn)
         if key != self._viewed:
             num_cells = len(COLUMNS) * target.size

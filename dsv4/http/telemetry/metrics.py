@@ -116,10 +116,6 @@ class EngineMetrics(Collector):
             ("prefix_host_bytes", "Bytes of prefixes in host memory.", stats.num_prefix_host_bytes),
             ("prefix_disk_bytes", "Bytes of prefixes in files.", stats.num_prefix_disk_bytes),
         )  # fmt: skip
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
-            gauge.add_metric((self._model,), value)
-            yield gauge
         counters = (
             ("steps", "Forward calls.", stats.num_steps),
             ("prompt_tokens", "Prompt tokens read.", stats.num_prompt_tokens),
@@ -150,10 +146,11 @@ class EngineMetrics(Collector):
             ("spec_decode_num_draft_tokens", "Drafts verified.", drafts.num_verified),
             ("spec_decode_num_accepted_tokens", "Drafts that came true.", drafts.num_accepted),
         )  # fmt: skip
-        for name, text, value in counters:
-            counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
-            counter.add_metric((self._model,), value)
-            yield counter
+        for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in rows:
+                made = family(f"dsv4_{name}", text, labels=(_LABEL,))
+                made.add_metric((self._model,), value)
+                yield made
         hits = CounterMetricFamily(
             "dsv4_prefix_hits", "Requests that started from a known prefix.", labels=(_LABEL, "tier")
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -70,12 +69,6 @@ def _operands(weight: Tensor, x: Tensor) -> tuple[Any, Any]:
 def _descriptor(matrix: Tensor, rows: int) -> Any:
     """For tiles of `rows` rows and ROW_BYTES of each."""
     bits = 8 * matrix.element_size()
-    descriptor, layout = _tiles_of(bits)
-    return descriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, ROW_BYTES * 8 // bits], layout)
-
-
-@cache  # a launch needs up to four
-def _tiles_of(bits: int) -> tuple[Any, Any]:
-    """The descriptors' class, and the layout of a tile whose elements have these bits."""
+    layout = gl.NVMMASharedLayout(ROW_BYTES, bits, 2)
     descriptor = importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
-    return descriptor, gl.NVMMASharedLayout(ROW_BYTES, bits, 2)
+    return descriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, ROW_BYTES * 8 // bits], layout)
