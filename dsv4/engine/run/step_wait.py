@@ -35,8 +35,6 @@ class StepWait:
         found = copy.wait()
         self._last_end = self._clock()
         took = self._last_end - began
-        if took < expected:
-            self._expected[size] = took
-        elif not was_over:  # otherwise the host came late, and does not know
-            self._expected[size] = (7 * expected + took) / 8 if expected else took
+        if not was_over:  # otherwise the host came late, and does not know
+            self._expected[size] = min(took, (7 * expected + took) / 8) if expected else took
         return found
