@@ -23,7 +23,8 @@ class StateCache(PoolSet):
 
     def reset(self) -> None:
         """Every slot is that of a new request."""
-        self.reset_slots(range(self.num_slots))
+        for pool in self.pools.values():
+            pool.all_layers.fill_(_fresh_value(pool.schema.name))
 
     def reset_slots(self, slots: Sequence[int]) -> None:
         """Exactly the state of new requests: no positions, rows zero, tails kv 0 and score -inf. No other slots."""
