@@ -13,6 +13,8 @@ BASE ?= main
 QUICK := tests/formats tests/cache tests/text tests/engine/schedule/test_scheduler.py tests/engine/step/test_step.py \
   tests/config tests/test_request.py tests/test_imports.py tests/test_public_names.py tests/test_style.py \
   tests/model/test_vectors.py::test_single_blocks
+# one more than cores, since some tests mostly wait; not more than 8, since each holds a torch of its own
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() + 1))")
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 RUNTIME := $(VENV)/.runtime-installed
@@ -76,7 +78,7 @@ types: $(DEV)
 
 unit-test: $(DEV)
 	@echo "==> pytest (CPU)"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # three environments: clients disagree about the version of openai, and one needs transformers
 client-test: $(CLIENTS)/openai-2/.installed $(CLIENTS)/openai-3/.installed $(CLIENTS)/trl/.installed $(CLIENTS)/npm/.installed
@@ -123,7 +125,7 @@ affected: $(DEV)
 	@echo "==> pytest (what the difference from $(BASE) can turn red)"
 	@files=$$($(BIN)/python tools/affected.py --base $(BASE)) || exit 1; \
 	  if [ -z "$$files" ]; then echo "no test depends on what changed"; else \
-	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadscope --no-loadscope-reorder $$files; fi
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $$files; fi
 
 browser-test: $(DEV)
 	@echo "==> pytest (the page in Chromium)"

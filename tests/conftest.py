@@ -1,11 +1,13 @@
 """Settings shared by all tests."""
 
 import importlib.util
+import logging
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import dsv4.request
+from dsv4.http.telemetry.logs import log_config
 from dsv4.testing import interpreter
 
 # Without a GPU, kernels run in Triton's interpreter. It must be chosen before any test imports dsv4.ops.
@@ -28,6 +30,17 @@ def _seeds_are_drawn_alike():
     dsv4.request.new_seed, kept = lambda: 0, dsv4.request.new_seed
     yield kept
     dsv4.request.new_seed = kept
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _logging_is_left_as_it_was():
+    """A server in this process sets up logging. Its handler holds the stream of a test that has ended."""
+    loggers = [logging.getLogger(name) for name in log_config("text")["loggers"]]
+    kept = [(logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, kept, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def orders(width, num_tokens):
 def main():
     padded, found = launch.padded_splits, {}
     with only_layouts():
-        for name, width in (("256", 256), ("384", 384), ("576", 576), ("384 unpadded", 384), ("576 unpadded", 576)):
+        for name, width in (("256", 256), ("384", 384), ("384 unpadded", 384)):
             launch.padded_splits = next_power_of_2 if "unpadded" in name else padded
             found[name] = [orders(width, num_tokens) for num_tokens in (1, 24)]
     print(json.dumps(found))

@@ -83,14 +83,13 @@ def test_hyper_connections_sum_in_one_order_at_384_columns():
     run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    for width in ("256", "384", "576"):
+    for width in ("256", "384"):
         few, many = found[width]
         assert few == many, width
         assert "kernel_weights.token_weights" in few
-    for width in ("384 unpadded", "576 unpadded"):
-        few, many = found[width]
-        assert few["kernel_weights.token_weights"] != many["kernel_weights.token_weights"], width
-        assert few["kernel_norm.inverse_rms"] == many["kernel_norm.inverse_rms"], width
+    few, many = found["384 unpadded"]
+    assert few["kernel_weights.token_weights"] != many["kernel_weights.token_weights"]
+    assert few["kernel_norm.inverse_rms"] == many["kernel_norm.inverse_rms"]
 
 
 @pytest.mark.slow
