@@ -71,8 +71,8 @@ class Session:
             self.records.append(record)
             if self.out is not None:
                 write_records(self.out, [record], self.origin)
-            is_plain = self._line is None or record["kind"] in ("error", "skipped")
-            print((as_line(record) if is_plain else self._line(record))[:900], flush=True)
+            line = as_line if self._line is None or record["kind"] in ("error", "skipped") else self._line
+            print(line(record)[:900], flush=True)
 
     def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """One measurement; whatever goes wrong becomes a record, and the next one may well work."""

@@ -4,14 +4,14 @@ indexer of every CSA layer picked. So a trainer can run its own model along the 
 from __future__ import annotations
 
 import base64
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dsv4.request import SamplingParams
 
-Rows = NDArray[Any]  # [N, layers, k]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Rows: TypeAlias = "NDArray[Any]"  # [N, layers, k]
 
 
 class ReplayLog:
@@ -57,17 +57,23 @@ class ReplayLog:
         experts, picks = self._joined()
         num_rows = max(0, num_tokens - 1 - self.start)
         if picks is not None:
-            width = np.count_nonzero(picks[:num_rows] != np.iinfo(picks.dtype).max, axis=-1).max(initial=0)
+            width = (picks[:num_rows] != _largest(picks)).sum(axis=-1).max(initial=0)
             picks = picks[:num_rows, :, :width]
         return None if experts is None else experts[:num_rows], picks
 
     def _joined(self) -> tuple[Rows | None, Rows | None]:
+        import numpy as np
+
         experts = [one for one, _ in self._parts if one is not None]
         picks = [one for _, one in self._parts if one is not None]
         empty = np.zeros((0, 0, 0), dtype=np.uint8)
+        width = max((one.shape[2] for one in picks), default=0)
+        for place, one in enumerate(picks):
+            padding = (0, 0), (0, 0), (0, width - one.shape[2])
+            picks[place] = np.pad(one, padding, constant_values=_largest(one))
         return (
             (np.concatenate(experts) if experts else empty) if self.wants_experts else None,
-            (np.concatenate(_of_one_width(picks)) if picks else empty) if self.wants_picks else None,
+            (np.concatenate(picks) if picks else empty) if self.wants_picks else None,
         )
 
 
@@ -79,15 +85,12 @@ def replayed(log: ReplayLog | None, num_tokens: int) -> dict[str, Rows | None]:
     return {"routed_experts": experts, "indexer_topk": picks}
 
 
-def _of_one_width(parts: list[Rows]) -> list[Rows]:
-    width = max(part.shape[2] for part in parts)
-    return [
-        np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2])), constant_values=np.iinfo(part.dtype).max)
-        for part in parts
-    ]
+def _largest(rows: Rows) -> int:
+    """Number of the rows' dtype, which has no sign."""
+    return (1 << 8 * rows.itemsize) - 1
 
 
 def encode_rows(rows: Rows, start: int) -> dict[str, Any]:
     """As JSON has them: little-endian numbers in base64, and how to read them."""
-    data = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode("ascii")
+    data = base64.b64encode(rows.tobytes()).decode("ascii")
     return {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": start}

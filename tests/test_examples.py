@@ -23,7 +23,7 @@ from dsv4.loader.write.synth import write_checkpoint
 
 __all__ = ["live", "served_params"]  # fixtures
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HAS_SERVER = all(importlib.util.find_spec(library) is not None for library in ("fastapi", "uvicorn", "openai"))
+HAS_SERVER = all(importlib.util.find_spec(library) is not None for library in ("starlette", "uvicorn", "openai"))
 
 
 def run(name, *arguments):

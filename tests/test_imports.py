@@ -53,7 +53,7 @@ TORCH_FREE = [
     "dsv4.engine.link.client", "dsv4.engine.link.connection", "dsv4.engine.link.messages", "dsv4.engine.link.stream",
     "dsv4.engine.link.throughput", "dsv4.cli.serve.*",
 ]  # fmt: skip
-if importlib.util.find_spec("fastapi") is not None:  # whatever a front end and the supervisor load
+if importlib.util.find_spec("starlette") is not None:  # whatever a front end and the supervisor load
     TORCH_FREE += [
         "dsv4.http.server", "dsv4.http.lifecycle", "dsv4.http.engine_connection", "dsv4.http.telemetry.shared_metrics",
         "dsv4.http.apis.*", "dsv4.http.grammar.answer", "dsv4.http.grammar.structured", "dsv4.http.processes.*",
@@ -198,3 +198,10 @@ def test_torch_free_modules_do_not_import_torch():
     )
     run = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_supervisor_and_front_ends_do_without_numpy():
+    """It takes a sixth of their memory."""
+    pytest.importorskip("starlette")
+    imports = "import sys, dsv4.cli.serve.command, dsv4.http.server, dsv4.http.lifecycle, dsv4.text.tokenizer"
+    subprocess.run([sys.executable, "-c", f"{imports}; assert 'numpy' not in sys.modules"], cwd=ROOT, check=True)

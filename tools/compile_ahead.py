@@ -127,7 +127,7 @@ def _only_compile(folder: Path, device: str) -> None:
     for name in [name for name in vars(numeric) if name.startswith("assert_")]:
         setattr(numeric, name, lambda *args, **kwargs: None)
     meta_config.meta_nonzero_assume_all_nonzero = True
-    torch.Tensor.__bool__ = lambda tensor: tensor.device.type == "meta" or is_true(tensor)  # type: ignore[method-assign]
+    torch.Tensor.__bool__ = lambda tensor: tensor.device.type == "meta" or is_true(tensor)  # type: ignore[method-assign,assignment]
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ Kernels of eight models are compiled at once, on all cores; they take most of th
 import argparse
 import time
 
-from benchmarks.runner import Record, Session, free_memory
+from benchmarks.records import Record
+from benchmarks.runner import Session, free_memory
 from dsv4.ops import backend_for
 from dsv4.testing.model_cuts import CutModel, compile_models, random_cuts
 from dsv4.testing.random_shapes import FAMILY, random_model

@@ -37,16 +37,19 @@ def columns_of(
     slots: ArrayLike, starts: ArrayLike, lengths: ArrayLike, token_ids: ArrayLike, pad_to: int = 0
 ) -> NDArray[np.int64]:
     """The numbers of a batch, [5, W] in the order of `COLUMNS`: chunks of `lengths` tokens side by side, then padding
-    (slot -1, all else 0) up to `pad_to` tokens and a multiple of `ALIGNED`. `token_ids` are those of all chunks."""
-    given = (slots, starts, lengths, token_ids)
-    slots, starts, lengths, token_ids = (np.asarray(values, dtype=np.int64) for values in given)
-    num_tokens = len(token_ids)
-    columns = np.zeros((len(COLUMNS), aligned(max(num_tokens, pad_to))), dtype=np.int64)
-    columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
+    (slot -1, all else 0) up to `pad_to` tokens and a multiple of `ALIGNED`. `token_ids` are those of all chunks, or one
+    for all."""
+    slots, starts, lengths = (np.asarray(values, dtype=np.int64) for values in (slots, starts, lengths))
+    num_tokens = int(lengths.sum())
+    width = aligned(max(num_tokens, pad_to))
+    columns = np.empty((len(COLUMNS), width), dtype=np.int64)
+    if num_tokens < width:
+        columns[:, num_tokens:] = 0
+        columns[COLUMNS.index("slots"), num_tokens:] = PADDED_SLOT
     columns[0, :num_tokens] = token_ids
     if (lengths == 1).all():
-        columns[1, :num_tokens], columns[2, :num_tokens] = starts, slots
-        columns[3, :num_tokens], columns[4, :num_tokens] = starts, starts + 1
+        columns[1, :num_tokens], columns[2, :num_tokens], columns[3, :num_tokens] = starts, slots, starts
+        np.add(starts, 1, out=columns[4, :num_tokens])
         return columns
     columns[1, :num_tokens] = np.arange(num_tokens) + np.repeat(starts + lengths - np.cumsum(lengths), lengths)
     columns[2, :num_tokens] = np.repeat(slots, lengths)

@@ -108,12 +108,14 @@ class CacheLedger:
         if self.prefix is not None and self.prefix.tiers is not None:
             self.prefix.tiers.wait(seconds)
 
-    def admit(self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None) -> int:
+    def admit(
+        self, max_tokens: int, chain: ChainKeys | None = None, match: Match | None = None, *, resets: bool = True
+    ) -> int:  # fmt: skip
         """Give a request of at most `max_tokens` tokens the lowest free slot, reset. No block is set aside for it.
 
         With a `chain` it takes over the longest prefix there is: see its `position`; what `match` said of it, if that
         was a moment ago. Refuses what could never finish even alone: `RequestTooLong`, `RequestNeverFits`.
-        `NoFreeSlot` may pass.
+        `NoFreeSlot` may pass. Without `resets`, `reset` must follow for a request that starts at 0.
         """
         if max_tokens < 1:
             raise CacheError(f"a request needs at least one token, found max_tokens {max_tokens}")
@@ -130,9 +132,11 @@ class CacheLedger:
             raise NoFreeSlot(f"all {self.schema.num_slots} slots (max_concurrent_requests) are taken")
         slot = heapq.heappop(self._free_slots)
         self._max_tokens[slot] = max_tokens
-        self._reset_slot(slot)
+        match = self.match(chain) if match is None else match
+        if resets or match.position:  # a state is put there
+            self.reset([slot])
         if self.prefix is not None and chain is not None:
-            self._start_from(slot, self.prefix.begin(slot, chain, self.match(chain) if match is None else match))
+            self._start_from(slot, self.prefix.begin(slot, chain, match))
         return slot
 
     def _start_from(self, slot: int, blocks: list[int]) -> None:
@@ -150,8 +154,8 @@ class CacheLedger:
         """
         given = (slots, positions_before, num_new_tokens)
         slots, before, num_new = (np.asarray(values, dtype=np.int64) for values in given)
-        self._check_call(slots, before, num_new)
         ends = before + num_new
+        self._check_call(slots, before, num_new, ends)
         num_blocks = blocks_at_position(ends) - blocks_at_position(before)
         num_needed = int(num_blocks.sum())
         fresh = self._acquire(num_needed) if num_needed else []
@@ -169,16 +173,15 @@ class CacheLedger:
             taken += count
         self._give_blocks(gained)
 
-    def _check_call(self, slots: Numbers, before: Numbers, num_new: Numbers) -> None:
+    def _check_call(self, slots: Numbers, before: Numbers, num_new: Numbers, ends: Numbers) -> None:
         """A named error unless every request continues where it stands, within what it was admitted for."""
         if not len(slots) == len(before) == len(num_new):
             raise CacheError(f"{len(slots)} slots, {len(before)} positions and {len(num_new)} token counts differ")
-        places = np.arange(len(slots))
-        if ((slots >= 0) & (slots < len(self._marks))).all():
-            self._marks[slots] = places  # the last of equal slots leaves its mark
-            is_right = (self._marks[slots] == places) & (self._max_tokens[slots] > 0)
-            is_right &= (before == self._positions[slots]) & (num_new >= 1)
-            if (is_right & (before + num_new <= self._max_tokens[slots])).all():
+        if (slots.view(np.uint64) < len(self._marks)).all():  # negative ones are large there
+            self._marks[slots] = places = np.arange(len(slots))  # the last of equal slots leaves its mark
+            is_right = (self._marks[slots] == places) & (before == self._positions[slots])
+            # a free slot's limit is 0
+            if (is_right & (num_new >= 1) & (ends <= self._max_tokens[slots])).all():
                 return
         twice = [slot for slot, count in Counter(slots.tolist()).items() if count > 1]
         if twice:
@@ -272,8 +275,8 @@ class CacheLedger:
 
     # ---- for managers with tensors ----
 
-    def _reset_slot(self, slot: int) -> None:
-        """A request begins: nothing of the last one may be read."""
+    def reset(self, slots: Sequence[int]) -> None:
+        """Requests begin there: nothing of the last ones may be read."""
 
     def _write_row(self, slot: int) -> None:
         """The request's blocks are others than before."""

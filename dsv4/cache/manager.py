@@ -94,13 +94,12 @@ class KVCacheManager(CacheLedger):
         """Give the memory of all rows back, until `restore_rows`. No slot may be taken, and no prefix kept."""
         assert self.num_free_slots == self.schema.num_slots
         for pool in self._pools():
-            pool.storage.untyped_storage().resize_(0)
+            pool.drop()
 
     def restore_rows(self) -> None:
         """As they were when the cache was made."""
         for pool in self._pools():
-            pool.storage.untyped_storage().resize_(pool.schema.total_bytes)
-            pool.storage.zero_()
+            pool.restore()
         self._state.reset()
 
     def _pools(self) -> list[Pool]:
@@ -144,8 +143,8 @@ class KVCacheManager(CacheLedger):
         chunks = map(Chunk, slots, starts, token_ids_per_request)
         return TokenBatch.of(chunks, self._table)
 
-    def _reset_slot(self, slot: int) -> None:
-        self._state.reset_slot(slot)
+    def reset(self, slots: Sequence[int]) -> None:
+        self._state.reset_slots(slots)
 
     def _write_row(self, slot: int) -> None:
         blocks = self._blocks[slot]

@@ -1,5 +1,7 @@
 """`Pool`: one component of several layers in one allocation, as `PoolSchema` lays it out; and the views of a layer."""
 
+import mmap
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -25,7 +27,13 @@ class Pool:
         assert dtype.itemsize == schema.itemsize, (schema, dtype)
         self.schema = schema
         # the allocator's own alignment covers ALIGNMENT, so offsets inside the pool decide every layer's alignment
-        self.storage = torch.zeros(schema.total_bytes, dtype=torch.uint8, device=device)
+        self._is_dropped, self._pages = False, None
+        if device.type == "cpu" and sys.platform == "linux":
+            # the system's zeros until they are written: rows that no request has used take no memory
+            self._pages = mmap.mmap(-1, schema.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.storage = torch.frombuffer(self._pages, dtype=torch.uint8)
+        else:
+            self.storage = torch.zeros(schema.total_bytes, dtype=torch.uint8, device=device)
         by_layer = self.storage.view(len(schema.layer_ids), schema.layer_stride)
         used = by_layer[:, : schema.layer_bytes]
         self.all_layers: Tensor = used.view(dtype).unflatten(-1, schema.shape)
@@ -40,10 +48,24 @@ class Pool:
     def layer(self, layer_idx: int) -> Tensor:
         return self.all_layers[self._row_of_layer[layer_idx]]
 
+    def drop(self) -> None:
+        """Give the memory back, until `restore`: then all bytes are 0."""
+        self._is_dropped = True
+        if self._pages is None:
+            self.storage.untyped_storage().resize_(0)
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED)  # zeros again
+
+    def restore(self) -> None:
+        self._is_dropped = False
+        if self._pages is None:
+            self.storage.untyped_storage().resize_(self.schema.total_bytes)
+            self.storage.zero_()
+
     @property
     def nbytes(self) -> int:
         """Bytes really held."""
-        return self.storage.untyped_storage().nbytes()
+        return 0 if self._is_dropped else self.storage.untyped_storage().nbytes()
 
 
 class PoolSet:

@@ -13,13 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeVar
 
 from dsv4.cache.layer_schema import (
-    CSA_ENTRIES_PER_BLOCK,
     POSITION_BYTES,
     LayerCacheSchema,
     _ring_slack,
@@ -29,6 +25,10 @@ from dsv4.config import BLOCK_TOKENS, CSA_RATIO, ConfigError, EngineConfig, Mode
 from dsv4.config.layers import LayerSpec, validate_schedule
 from dsv4.formats.rows import RowFormat, RowKind
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 ALIGNMENT = 256
 
 
@@ -37,7 +37,7 @@ def blocks_for_tokens(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-_Positions = TypeVar("_Positions", int, NDArray[np.int64])
+_Positions = TypeVar("_Positions", int, "NDArray[np.int64]")
 
 
 def blocks_at_position(position: _Positions) -> _Positions:
@@ -46,7 +46,7 @@ def blocks_at_position(position: _Positions) -> _Positions:
     A block is needed as soon as its first entry closes, which is the CSA entry of its fourth token; its HCA entry
     closes together with its last CSA entry. So a request at 131 owns one block, at 132 two.
     """
-    return -(-(position // CSA_RATIO) // CSA_ENTRIES_PER_BLOCK)
+    return (position + BLOCK_TOKENS - CSA_RATIO) // BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """`StateCache`: the fixed part of every request, one slot each: window rings and compressor tails. Allocated once."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4.cache.errors import UnknownSlot
 from dsv4.cache.pool import PoolSet
 from dsv4.cache.schema import CacheSchema
+from dsv4.cache.transfer import to_device
 
 NO_POSITION = -1
 ABSENT_SCORE = float("-inf")  # softmax weight exactly 0
@@ -23,12 +26,14 @@ class StateCache(PoolSet):
         for pool in self.pools.values():
             pool.all_layers.fill_(_fresh_value(pool.schema.name))
 
-    def reset_slot(self, slot: int) -> None:
-        """Exactly the state of a new request: no positions, rows zero, tails kv 0 and score -inf. No other slot."""
-        if not 0 <= slot < self.num_slots:  # a negative index would reach another request's slot from the end
-            raise UnknownSlot(f"slot {slot} is not one of 0 .. {self.num_slots - 1}")
+    def reset_slots(self, slots: Sequence[int]) -> None:
+        """Exactly the state of new requests: no positions, rows zero, tails kv 0 and score -inf. No other slots."""
+        if not 0 <= min(slots) <= max(slots) < self.num_slots:  # a negative index is another request's from the end
+            raise UnknownSlot(f"slots {[*slots]} are not all among 0 .. {self.num_slots - 1}")
+        places = to_device(torch.tensor(slots), self.pools["window.data"].storage.device)
         for pool in self.pools.values():
-            pool.all_layers[:, slot].fill_(_fresh_value(pool.schema.name))
+            value = _fresh_value(pool.schema.name)
+            (pool.all_layers if value else pool.words).index_fill_(1, places, value)
 
 
 def _fresh_value(pool_name: str) -> float:

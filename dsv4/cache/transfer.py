@@ -31,6 +31,11 @@ class HostCopy:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors on the host. Waits for the device, no longer than for these copies."""
         if self._copied is not None:

@@ -32,6 +32,7 @@ from dsv4.engine.offload.pool import ExpertPool, TransferStats
 from dsv4.engine.request import UNREAD, Request
 from dsv4.engine.run.in_flight import InFlightStep, read_offers
 from dsv4.engine.run.runner import Runner
+from dsv4.engine.run.step_wait import StepWait
 from dsv4.engine.schedule.kept import Outcome, by_piece, num_accepted
 from dsv4.engine.schedule.plan import Piece, StepPlan
 from dsv4.engine.schedule.scheduler import Scheduler
@@ -82,6 +83,7 @@ class Engine:
         self._drafts = drafts
         self._depth = int(cache.device.type == "cuda" if overlap is None else overlap)
         self._flights: deque[InFlightStep] = deque()  # launched and not collected, the oldest first
+        self._wait = StepWait()
         # requests of the step collected last, and what the drafter says behind it, where the host has not read that
         self._unread: tuple[list[Request], HostCopy] | None = None
         self.results = Results()  # collected and not returned
@@ -304,7 +306,7 @@ class Engine:
         try:
             started = time.perf_counter()
             self._read_drafts()
-            found = flight.drawn.wait()
+            found = self._wait.until_over(flight.drawn, flight.plan.num_tokens, flight.launched)
             self.seconds_waiting += time.perf_counter() - started
             flight.scores.read()
             offers, drawn = self._offers(flight), flight.outcomes(found)

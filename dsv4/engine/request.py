@@ -10,17 +10,18 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dsv4.config import BLOCK_TOKENS
-from dsv4.engine.schedule.rows import MAX_END_IDS, DecodeRows
 from dsv4.errors import Dsv4Error
 from dsv4.replay import ReplayLog, replayed
 from dsv4.request import Completion, FinishReason, RequestError, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from dsv4.cache.prefix.tree import ChainKeys
-    from dsv4.engine.step.constraint import Constraint  # the scheduler imports this module, and no torch
+    from dsv4.engine.schedule.rows import DecodeRows  # numpy, which front ends do without
+    from dsv4.engine.step.constraint import Constraint
 
 
 UNREAD = -1  # as a draft: there is one, and only the device knows it yet
+MAX_END_IDS = 8  # of a request with a row (schedule/rows.py)
 
 
 class RequestAborted(Dsv4Error, RuntimeError):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from dsv4.engine.link.messages import EngineStopped
 from dsv4.http.connection import Connection, connection_class
@@ -137,7 +137,7 @@ def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) 
 
 
 def make_uvicorn(
-    app: FastAPI, config: ServerConfig, *, log_level: str = "INFO", on_start: Callable[[], None] = lambda: None,
+    app: Starlette, config: ServerConfig, *, log_level: str = "INFO", on_start: Callable[[], None] = lambda: None,
     on_tick: Callable[[], None] = lambda: None,
 ) -> HttpServer:  # fmt: skip
     """A server for the app of `create_app`; `run(sockets=[take_address(config)])` serves until it is stopped."""

@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -232,7 +232,7 @@ class Server:
 
     def _ended(self, request: Request, job: Job, timer: RequestTimer, problem: str | None) -> None:
         """A request is over, whatever ended it (`problem`)."""
-        request_id, route = request.scope["state"]["request_id"], request.url.path
+        request_id, route = request.scope["state"]["request_id"], request.scope["path"]
         log_request(request_id, route, job, timer, problem)
         if self._tracer is not None:
             self._tracer.record(request_id, route, request.headers, job, timer, problem)
@@ -307,7 +307,7 @@ def _json(answer: Answer, status: int = 200, headers: dict[str, str] | None = No
 
 def create_app(
     engine: EngineConnection, tokenizer: Tokenizer, config: ServerConfig, *, folder: Path | None = None
-) -> FastAPI:  # fmt: skip
+) -> Starlette:  # fmt: skip
     """The application. It connects to its engine at startup, and lets go of it at shutdown.
 
     folder  where front ends of the same server leave their metrics for one another
@@ -315,12 +315,12 @@ def create_app(
     server = Server(engine, tokenizer, config, folder)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await server.open()
         yield
         await server.close()
 
-    app = FastAPI(title="dsv4", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = Starlette(lifespan=lifespan)
     app.state.server = server
     app.add_middleware(Gate, config=config, metrics=server.metrics)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -346,8 +346,8 @@ def create_app(
     app.add_route("/ready", server.ready, methods=["GET"])
     app.add_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_route("/", partial(_page, headers=page_headers()), methods=["GET"])
-    document = openapi_document(config)
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    document = cache(partial(openapi_document, config))  # large, and few ask
+    app.add_route("/openapi.json", lambda _: JSONResponse(document()), methods=["GET"])  # in a thread
     return app
 
 

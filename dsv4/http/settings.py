@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dsv4.config import ConfigError, is_positive_real, is_size, shown
 from dsv4.tools.auto.settings import Choice
@@ -110,6 +111,7 @@ class ServerConfig:
         return is_loopback_name(self.host)
 
 
+@lru_cache(maxsize=64)  # asked for every request
 def is_loopback_name(host: str) -> bool:
     """`localhost`, or an address of the loopback interface (127.0.0.0/8, ::1)."""
     if host == "localhost":

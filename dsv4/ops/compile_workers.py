@@ -22,11 +22,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial, reduce
+from functools import reduce
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 _COMMAND = "from dsv4.ops.compile_workers import serve; serve()"
@@ -137,6 +136,14 @@ def serve() -> None:
         os.wait()
 
 
+class _Driver:
+    """In place of a GPU's, as far as compiling asks it."""
+
+    def __init__(self, target: Any) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+
+
 def _work(end: Connection) -> None:
     compile_kernel = importlib.import_module("triton.compiler").compile
     driver = importlib.import_module("triton.runtime").driver
@@ -144,6 +151,6 @@ def _work(end: Connection) -> None:
         data = end.recv_bytes()
         with suppress(Exception):  # whoever wants it compiles it again, and sees why
             job = Job(*pickle.loads(data))
-            driver.set_active(SimpleNamespace(get_current_target=partial(getattr, job, "target")))
+            driver.set_active(_Driver(job.target))
             compile_kernel(job.source, target=job.target, options=job.options.__dict__, _env_vars=job.env_vars)
         end.send_bytes(_DONE)

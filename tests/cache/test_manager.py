@@ -1,6 +1,9 @@
 """The manager's calls one by one: what they do, and that a refused call changes nothing."""
 
 import copy
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +184,24 @@ def test_make_batch():
     assert batch.block_table is manager.block_table
     assert [manager.position(slot) for slot in range(3)] == [8, 0, 11]
     manager.check_integrity()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is resident")
+def test_rows_that_no_request_has_used_take_no_memory():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    manager = make_manager(num_blocks=16384)
+    assert manager.memory_bytes() > 2**26
+    assert resident() - before < 2**24
+    for pool in manager._paged.pools.values():
+        pool.storage.fill_(1)
+    assert resident() - before > 2**26
+    manager.drop_rows()
+    manager.restore_rows()
+    assert resident() - before < 2**24
+    assert not any(pool.storage.any() for pool in manager._paged.pools.values())
 
 
 def test_admission_resets_the_slot_and_no_other():

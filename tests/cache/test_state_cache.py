@@ -32,7 +32,7 @@ def test_reset_restores_a_new_request_and_touches_no_other_slot(plain_dtype, slo
     fresh, state = make_state(plain_dtype), make_state(plain_dtype)
     poison(state)
     before = {name: pool.storage.clone() for name, pool in state.pools.items()}
-    state.reset_slot(slot)
+    state.reset_slots([slot])
     for name, pool in state.pools.items():
         expected = before[name].view(len(pool.schema.layer_ids), pool.schema.layer_stride)
         slot_bytes = pool.schema.layer_bytes // state.num_slots
@@ -79,5 +79,5 @@ def test_views_are_contiguous_and_aligned_alike_on_every_layer():
 @pytest.mark.parametrize("slot", [-1, 4])
 def test_slots_that_do_not_exist(slot):
     state = make_state()
-    with pytest.raises(UnknownSlot, match="is not one of 0 .. 3"):
-        state.reset_slot(slot)
+    with pytest.raises(UnknownSlot, match="not all among 0 .. 3"):
+        state.reset_slots([slot])

@@ -6,5 +6,5 @@ from server_fixtures import checkpoint, dsv4, start
 
 __all__ = ["checkpoint", "dsv4", "start"]
 
-if importlib.util.find_spec("fastapi") is None:
+if importlib.util.find_spec("starlette") is None:
     collect_ignore_glob = ["test_server_*.py"]

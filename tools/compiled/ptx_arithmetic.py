@@ -188,7 +188,6 @@ def packed(operation: str, operands: list[str]) -> Step:
     dtype = np.dtype(TYPES[operation.split(".")[-1]])
     half = np.dtype(f"u{dtype.itemsize // 2}").type
     reads = [reader(item, half) for item in items(operands[1])] if operands[1].startswith("{") else []
-    whole = reader(operands[1], dtype.type) if not reads else None
 
     def unpack(machine: Any, warp: Any, mask: Any) -> None:
         halves = np.ascontiguousarray(whole(machine, warp)).view(half).reshape(32, 2)
@@ -199,4 +198,7 @@ def packed(operation: str, operands: list[str]) -> Step:
         value = np.stack([read(machine, warp) for read in reads], 1).view(dtype)[:, 0]
         write(warp, operands[0], value, mask)
 
-    return pack if reads else unpack
+    if reads:
+        return pack
+    whole = reader(operands[1], dtype.type)
+    return unpack

@@ -26,7 +26,7 @@ from dsv4.tools.auto.machine import read_machine
 from dsv4.tools.auto.settings import Settings, Wishes, table
 from dsv4.tools.memory_check import free_host_bytes
 
-_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+_LIBRARIES = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MAX_FRONT_ENDS = 8
 # a trainer sends its whole batch in one request, and the names of all tensors in another
 _RL_MAX_BODY_BYTES = 64 * MIB

@@ -6,11 +6,13 @@ No choice changes a token.
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.engine.draft.policy import AcceptanceMeter, DraftPolicy, LearnedTimes
-from dsv4.engine.request import Request
 from dsv4.engine.stats import DraftStats
+
+if TYPE_CHECKING:
+    from dsv4.engine.request import Request  # has numpy
 
 _LOG = logging.getLogger("dsv4.engine")
 
@@ -43,11 +45,11 @@ class FixedDrafts:
         """Drafts to ask for after a step in which `num_requests` draw: 0, or one of `choices`."""
         return self.max_drafts
 
-    def offer(self, request: Request, drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
+    def offer(self, request: "Request", drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
         """What the drafter says comes next, and how sure it is of each."""
         request.drafts = tuple(drafts)
 
-    def trim_drafts(self, requests: Iterable[Request]) -> None:
+    def trim_drafts(self, requests: "Iterable[Request]") -> None:
         """Before a step is planned: take away drafts that it should not verify, among them those of a request whose
         next token is launched and not read: they were meant for its place."""
         for request in requests:
@@ -96,12 +98,12 @@ class ChosenDrafts(FixedDrafts):
         wanted, self._is_probe = self._policy.ask(self.meter.survivals(), num_requests)
         return next(choice for choice in self.choices if choice >= wanted) if wanted else 0
 
-    def offer(self, request: Request, drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
+    def offer(self, request: "Request", drafts: Sequence[int], confidences: Sequence[float] | None) -> None:
         super().offer(request, drafts, confidences)
         if confidences is not None:
             self._confidences[request] = confidences
 
-    def trim_drafts(self, requests: Iterable[Request]) -> None:
+    def trim_drafts(self, requests: "Iterable[Request]") -> None:
         many = list(requests)
         super().trim_drafts(many)
         known, self._confidences = self._confidences, {}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 
 from dsv4.engine.link import messages
 from dsv4.engine.link.stream import RequestStream
@@ -201,8 +200,8 @@ class EngineClient(asyncio.Protocol):
                 messages.add_replay(found[0].outputs[found[1]], replay)
         logprobs = messages.logprobs_by_row(step)
         ends = {end.handle: end for end in step.ends}
-        handles = np.frombuffer(step.handles, dtype=np.int32).tolist()
-        token_ids = np.frombuffer(step.token_ids, dtype=np.int32).tolist()
+        handles = messages.unpack_ids(step.handles)
+        token_ids = messages.unpack_ids(step.token_ids)
         last_rows = {handle: row for row, handle in enumerate(handles) if handle in ends} if ends else {}
         touched: dict[RequestStream, None] = {}
         for row, (handle, token_id) in enumerate(zip(handles, token_ids, strict=True)):

@@ -8,18 +8,17 @@ rare parts (log-probabilities, starts, ends) come beside them. No torch.
 """
 
 import struct
+from array import array
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from dsv4 import errors
 from dsv4.engine.request import DeadlinePassed, RequestAborted, RequestFailed, WeightsIncomplete
 from dsv4.engine.stats import EngineStats
 from dsv4.errors import Dsv4Error
-from dsv4.replay import ReplayLog
+from dsv4.replay import ReplayLog, Rows
 from dsv4.request import RequestError, SamplingParams, TokenLogprobs
 
 _LENGTH = struct.Struct("<I")
@@ -279,11 +278,11 @@ def free_handles(start: int, count: int, used: Container[int]) -> int:
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    return np.array(token_ids, dtype=np.int32).tobytes()
+    return array("i", token_ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    return np.frombuffer(data, dtype=np.int32).tolist()
+    return array("i", data).tolist()
 
 
 def pack_logprobs(scored: Sequence[TokenLogprobs]) -> PackedLogprobs:
@@ -292,16 +291,16 @@ def pack_logprobs(scored: Sequence[TokenLogprobs]) -> PackedLogprobs:
     top = [pair for one in scored for pair in one.top]
     return PackedLogprobs(
         pack_ids([one.token_id for one in scored]),
-        np.array([one.logprob for one in scored], dtype=np.float32).tobytes(),
+        array("f", [one.logprob for one in scored]).tobytes(),
         num_top,
         pack_ids([token_id for token_id, _ in top]),
-        np.array([logprob for _, logprob in top], dtype=np.float32).tobytes(),
+        array("f", [logprob for _, logprob in top]).tobytes(),
     )
 
 
 def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
-    chosen = np.frombuffer(packed.chosen, dtype=np.float32).tolist()
-    ids, values = unpack_ids(packed.top_ids), np.frombuffer(packed.top, dtype=np.float32).tolist()
+    chosen = array("f", packed.chosen).tolist()
+    ids, values = unpack_ids(packed.top_ids), array("f", packed.top).tolist()
     pairs, num_top = list(zip(ids, values, strict=True)), packed.num_top
     return [
         TokenLogprobs(token_id, chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top]))
@@ -309,11 +308,13 @@ def unpack_logprobs(packed: PackedLogprobs) -> list[TokenLogprobs]:
     ]
 
 
-def pack_rows(rows: NDArray[Any] | None) -> PackedRows | None:
+def pack_rows(rows: "Rows | None") -> PackedRows | None:
     return None if rows is None else PackedRows(rows.tobytes(), str(rows.dtype), list(rows.shape))
 
 
-def unpack_rows(packed: PackedRows | None) -> NDArray[Any] | None:
+def unpack_rows(packed: PackedRows | None) -> "Rows | None":
+    import numpy as np  # see replay.py
+
     return None if packed is None else np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
 
 

@@ -156,6 +156,9 @@ class RequestStream:
 
     def read(self) -> list[RequestEvent]:
         """All events that are ready."""
+        if len(self._choices) == 1 and not self._ends and not self._logprobs:  # a token, most of the time
+            choice, token_id, clock = self._choices.pop(), self._token_ids.pop(), self._seconds.pop()
+            return [self._read(choice, token_id, None, None, clock)] if choice in self._open else []
         choices, token_ids, seconds = self._choices.tolist(), self._token_ids.tolist(), self._seconds.tolist()
         ends, logprobs = self._ends, self._logprobs
         del self._choices[:], self._token_ids[:], self._seconds[:]

@@ -35,7 +35,7 @@ class Forwarded(NamedTuple):
 
     logits   fp32 (or wider) [R, vocab]: of the rows asked for
     streams  [T, n, D]: after the last layer
-    experts  [T, k] for every layer
+    experts  [T, k] for every layer, padding included
     picks    entries [T, index_topk] for every CSA layer, where they were asked for
     hidden   [T, ...]: what the drafter takes of every token, where there is one
     bucket   the graph that made it, or None
@@ -145,9 +145,8 @@ class BucketGraph:
         self._num_filled = self._num_valid = num_tokens
         with padded_from(self._experts, num_tokens):
             made = self._forward()
-        experts = tuple(chosen[:num_tokens] for chosen in made.experts)
         hidden = None if made.hidden is None else made.hidden[:num_tokens]
-        return Forwarded(made.logits[:num_rows], made.streams[:num_tokens], experts, hidden, self)
+        return Forwarded(made.logits[:num_rows], made.streams[:num_tokens], made.experts, hidden, self)
 
     def draw(self, rows: SamplingRows, num_top: int | None) -> Draws:
         """From the logits of the last forward call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ class InFlightStep:
 
     plan        what runs
     num_drafts  that the drafter is asked for behind it
+    launched    the clock (`time.perf_counter`) then
     forwarded   None once the draw is launched
     drawn       None until then
     drafted     None if nothing was asked for
@@ -42,6 +44,7 @@ class InFlightStep:
     plan: StepPlan
     step: StepInput
     num_drafts: int
+    launched: float
     forwarded: Forwarded | None
     scores: Scores
     drawn: HostCopy | None = None
@@ -62,7 +65,7 @@ class InFlightStep:
         runner.slots.take(plan.others)  # a row was one of these when it was launched first
         forward = runner.forward_with_picks if size.is_direct else runner.forward
         forwarded = forward(step.batch, step.draw_rows)
-        made = cls(plan, step, size.num_drafts, forwarded, Scores.launch(runner, forwarded, plan))
+        made = cls(plan, step, size.num_drafts, time.perf_counter(), forwarded, Scores.launch(runner, forwarded, plan))
         made.replays = Replays.launch(runner, forwarded, plan)
         if tells_experts:
             made.experts = HostCopy([torch.stack(forwarded.experts)[:, : step.num_tokens]], runner.cache.device)

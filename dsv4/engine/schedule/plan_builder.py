@@ -7,7 +7,7 @@ from dsv4.cache.schema import blocks_at_position
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO
 from dsv4.engine.request import Request
 from dsv4.engine.schedule.plan import Piece
-from dsv4.engine.schedule.rows import NO_ROWS, RowsOfStep
+from dsv4.engine.schedule.rows import NO_ROWS, RowsOfStep, order_of, slot_of
 
 
 @dataclass
@@ -19,6 +19,7 @@ class PlanBuilder:
     lengths: dict[Request, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     failed: list[Request] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)  # slots to reset
     first_short: tuple[int, int] | None = None  # first in order that lacked blocks
     rows: RowsOfStep = NO_ROWS
     decoding: list[Request] = field(default_factory=list)  # without rows, in order
@@ -43,16 +44,6 @@ class PlanBuilder:
             return
         self.lengths.update(dict.fromkeys(rows.requests, 1))
         self.decoding = sorted((*rows.requests, *self.decoding), key=order_of)
-
-
-def order_of(request: Request) -> tuple[int, int]:
-    assert request.order is not None, "the request was never queued"
-    return request.order
-
-
-def slot_of(request: Request) -> int:
-    assert request.slot is not None, "a running request has a slot"
-    return request.slot
 
 
 def by_pending(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:

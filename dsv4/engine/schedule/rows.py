@@ -16,20 +16,17 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dsv4.cache.errors import require_integrity
 from dsv4.config import BLOCK_TOKENS, CSA_RATIO
+from dsv4.engine.request import MAX_END_IDS, Request
 from dsv4.request import FinishReason
 
-if TYPE_CHECKING:
-    from dsv4.engine.request import Request  # reads its numbers here
-
-MAX_END_IDS = 8  # of a request with a row
 _NO_ID = -9  # among ids that end a request: equal to nothing that is drawn
 
 Numbers = NDArray[np.int64]
@@ -44,6 +41,7 @@ class RowsOfStep:
     slots        [R]
     stays        [R]  see `DecodeRows`
     starts       [R]  position of the token that is fed
+    end_ids      [R, E]  of each, and -9 where it has fewer than E
     counts       their `SamplingParams.logprobs`; None if no request asks for log-probabilities
     ruled        places of those that may have rules (`Request.has_rules`)
     """
@@ -53,6 +51,7 @@ class RowsOfStep:
     slots: Numbers
     stays: Numbers
     starts: Numbers
+    end_ids: Numbers
     counts: tuple[int | None, ...] | None = None
     ruled: tuple[int, ...] = ()
 
@@ -64,14 +63,14 @@ class RowsOfStep:
         found = [(place, self.requests[place]) for place in self.ruled]
         return [(place, request) for place, request in found if request.has_rules and not request.is_done]
 
-    @property
+    @cached_property
     def num_new_blocks(self) -> int:
         """Blocks that the step's tokens need."""
         return int(np.count_nonzero(self.starts % BLOCK_TOKENS == CSA_RATIO - 1))
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE)
+NO_ROWS = RowsOfStep((), (), _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ class DecodeRows:
         self._max_lens = np.zeros(num_slots, dtype=np.int64)
         self._end_ids = np.full((num_slots, MAX_END_IDS), _NO_ID, dtype=np.int64)
         self._stays = np.zeros(num_slots, dtype=np.int64)
-        self._members: list[Request] = []  # by order
+        # by order: that, what `RowsOfStep` has of a request, and how many end ids
+        self._members: list[tuple[tuple[int, int], Request, int, array[int], int | None, bool, int]] = []
         self._all: RowsOfStep | None = None  # of all members, until one comes or goes; its `starts` are of no use
 
     def __len__(self) -> int:
@@ -114,25 +114,27 @@ class DecodeRows:
 
     def add(self, request: Request) -> None:
         """The request has a row from now on. Its prompt is read, and a draw of it is launched."""
-        slot, ends = _slot(request), request.end_ids
+        slot, ends = slot_of(request), request.end_ids
         assert len(ends) <= MAX_END_IDS, "a request of many end ids has no row"
         self.num_processed[slot], self.num_unread[slot] = request.num_processed, request.num_unread
         self._max_lens[slot] = request.max_len
         self._end_ids[slot] = [*ends, *[_NO_ID] * (MAX_END_IDS - len(ends))]
         self._stays[slot] += 1
-        self._members.insert(bisect_left(self._members, _order(request), key=_order), request)
+        order, asked, has_rules = order_of(request), request.params.logprobs, request.may_have_rules
+        member = order, request, slot, request.token_ids, asked, has_rules, len(ends)
+        self._members.insert(bisect_left(self._members, (order,)), member)
         self._all = None
         request.rows = self
 
     def remove(self, request: Request) -> None:
         """The request keeps its numbers itself again."""
-        slot = _slot(request)
+        slot = slot_of(request)
         processed, unread = request.num_processed, request.num_unread
         request.rows = None
         request.num_processed = request.num_read = processed
         request.num_unread = unread
         self._stays[slot] += 1
-        del self._members[bisect_left(self._members, _order(request), key=_order)]
+        del self._members[bisect_left(self._members, (order_of(request),))]
         self._all = None
 
     # ---- a step ----
@@ -142,13 +144,12 @@ class DecodeRows:
         if not self._members:
             return NO_ROWS
         if self._all is None:
-            slots = np.array([request.slot for request in self._members], dtype=np.int64)
-            lists = tuple([request.token_ids for request in self._members])
-            counts = tuple([request.params.logprobs for request in self._members])
-            is_asked = any(count is not None for count in counts)
+            _, requests, places, lists, counts, has_rules, num_ends = zip(*self._members, strict=True)
+            slots = np.array(places, dtype=np.int64)
+            is_asked = counts.count(None) < len(counts)
             self._all = RowsOfStep(
-                tuple(self._members), lists, slots, self._stays[slots], slots, counts if is_asked else None,
-                tuple([place for place, request in enumerate(self._members) if request.may_have_rules]),
+                requests, lists, slots, self._stays[slots], slots, self._end_ids[slots, : max(num_ends)],
+                counts if is_asked else None, tuple(compress(range(len(slots)), has_rules)),
             )  # fmt: skip
         every = self._all
         starts = self.num_processed[every.slots]
@@ -158,7 +159,7 @@ class DecodeRows:
         kept = is_fed.tolist()
         return RowsOfStep(
             tuple(compress(every.requests, kept)), tuple(compress(every.token_lists, kept)),
-            every.slots[is_fed], every.stays[is_fed], starts[is_fed],
+            every.slots[is_fed], every.stays[is_fed], starts[is_fed], every.end_ids[is_fed],
             None if every.counts is None else tuple(compress(every.counts, kept)),
             tuple([sum(kept[:place]) for place in every.ruled if kept[place]]),
         )  # fmt: skip
@@ -177,6 +178,7 @@ class DecodeRows:
     def take(self, step: RowsOfStep, token_ids: Numbers) -> RowsTaken:
         """Give each request of a step its token, `token_ids` [R], and mark those that end with it. Their rows stay."""
         requests, lists, slots, tokens = step.requests, step.token_lists, step.slots, token_ids
+        end_ids = step.end_ids
         is_here = self._stays[slots] == step.stays
         is_taken = is_here & (tokens >= 0)
         rows: Sequence[int] = range(len(step))
@@ -186,11 +188,11 @@ class DecodeRows:
             left, invalid = np.flatnonzero(~is_here).tolist(), np.flatnonzero(is_here & (tokens < 0)).tolist()
             kept, rows = is_taken.tolist(), np.flatnonzero(is_taken).tolist()
             requests, lists = tuple(compress(requests, kept)), tuple(compress(lists, kept))
-            slots, tokens = slots[is_taken], tokens[is_taken]
+            slots, tokens, end_ids = slots[is_taken], tokens[is_taken], end_ids[is_taken]
         unread = self.num_unread[slots] - 1
         self.num_unread[slots] = unread
         deque(map(array.append, lists, tokens.tolist()), maxlen=0)
-        is_stop = (self._end_ids[slots] == tokens[:, None]).any(axis=1)
+        is_stop = (end_ids == tokens[:, None]).any(axis=1)
         is_end = is_stop | (self.num_processed[slots] + 1 - unread >= self._max_lens[slots])
         ended = []
         for place in np.flatnonzero(is_end).tolist():
@@ -203,9 +205,11 @@ class DecodeRows:
     def check_integrity(self, running: Iterable[Request]) -> None:
         """`running` are all requests with a slot, in order: recompute the rows from those that have one."""
         expected = [request for request in running if request.rows is not None]
-        require_integrity(self._members == expected, "the requests with rows are others, or out of order")
+        require_integrity(
+            [member[1] for member in self._members] == expected, "the requests with rows are others, or out of order"
+        )
         for request in expected:
-            slot = _slot(request)
+            slot = slot_of(request)
             num_known = len(request.token_ids) + int(self.num_unread[slot])
             require_integrity(request.rows is self, f"the request in slot {slot} reads another's rows")
             is_known = num_known == int(self.num_processed[slot]) + 1
@@ -223,11 +227,11 @@ class DecodeRows:
             )
 
 
-def _order(request: Request) -> tuple[int, int]:
-    assert request.order is not None, "a request with a row was queued"
+def order_of(request: Request) -> tuple[int, int]:
+    assert request.order is not None, "the request was never queued"
     return request.order
 
 
-def _slot(request: Request) -> int:
-    assert request.slot is not None, "a request with a row has a slot"
+def slot_of(request: Request) -> int:
+    assert request.slot is not None, "a running request has a slot"
     return request.slot

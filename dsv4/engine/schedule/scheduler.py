@@ -48,12 +48,10 @@ from dsv4.engine.schedule.plan_builder import (
     by_pending,
     last_position,
     new_blocks,
-    order_of,
     piece_of,
-    slot_of,
     starts_block,
 )
-from dsv4.engine.schedule.rows import DecodeRows
+from dsv4.engine.schedule.rows import DecodeRows, order_of, slot_of
 
 
 class Scheduler:
@@ -142,6 +140,8 @@ class Scheduler:
             self._admit(draft, ahead_of=order_of(request))
             self._feed(draft, request)
         self._admit(draft)
+        if draft.fresh:
+            self._cache.reset(draft.fresh)
         decodes = [
             piece_of(request, length, num_drafts.get(request, 0))
             for request in draft.decoding
@@ -349,9 +349,10 @@ class Scheduler:
             if victims:  # what they held may be gone, or be kept now
                 match = self._cache.match(head.chain)
             num_free = self._cache.num_free_blocks
-            head.slot = self._cache.admit(head.max_len, head.chain, match)
+            head.slot = self._cache.admit(head.max_len, head.chain, match, resets=False)
             draft.num_blocks -= num_free - self._cache.num_free_blocks
             head.num_processed = self._cache.position(head.slot)
+            draft.fresh += [] if head.num_processed else [head.slot]
             head.admitted()
             del self._waiting[0]  # still the head: victims are behind it
             insort(self._running, head, key=order_of)
@@ -429,6 +430,7 @@ class Scheduler:
         draft.num_blocks += self._freed(draft, [request])
         draft.num_tokens += draft.lengths.pop(request, 0)
         draft.preempted.append(request)
+        draft.fresh = [slot for slot in draft.fresh if slot != request.slot]
         self._displace(request)
 
     def _displace(self, request: Request, *, keep: bool = True) -> None:

@@ -75,6 +75,7 @@ class StepBuilder:
     def __init__(self, cache: KVCacheManager, draft_table: Tensor | None = None) -> None:
         self._cache = cache
         self._draft_table = draft_table
+        self._viewed: tuple[int, int, int] | None = None  # what `_views` are of
 
     def build(
         self, plan: StepPlan, *, pad_to: int = 0, num_requests: int = 0, target: StepBuffer | None = None
@@ -84,31 +85,30 @@ class StepBuilder:
         rows, others = plan.rows, plan.others
         most = 0 if self._draft_table is None else self._draft_table.shape[1]
         slots, starts, lengths = rows.slots, rows.starts, np.ones(len(rows), dtype=np.int64)
-        token_ids, draw_rows = np.full(len(rows), LAST_DRAWN), np.arange(len(rows))
-        drawing, num_draws, steps = rows.requests, lengths, np.zeros_like(starts)
+        token_ids: Numbers | int = LAST_DRAWN
+        drawing, draw_rows, num_draws = rows.requests, np.arange(len(rows)), lengths
         if others:
             slots = np.append(slots, [piece.slot for piece in others])
             starts = np.append(starts, [piece.start for piece in others])
             lengths = np.append(lengths, [piece.length for piece in others])
-            token_ids = np.append(token_ids, _tokens_of(others, most))
+            token_ids = np.append(np.full(len(rows), LAST_DRAWN), _tokens_of(others, most))
             is_drawing = [*[True] * len(rows), *(piece.draws for piece in others)]
             num_draws = np.append(num_draws, [1 + piece.num_drafts for piece in others if piece.draws]).astype(np.int64)
-            steps = _steps(num_draws)  # [N]
-            draw_rows = np.repeat(np.cumsum(lengths)[is_drawing] - num_draws, num_draws) + steps
+            draw_rows = np.repeat(np.cumsum(lengths)[is_drawing] - num_draws, num_draws) + _steps(num_draws)  # [N]
             drawing += tuple(piece.request for piece in others if piece.draws for _ in range(1 + piece.num_drafts))
         self._cache.prepare_forward(slots, starts, lengths)
         columns = columns_of(slots, starts, lengths, token_ids, pad_to if target is None else target.size)
-        parts = [columns, draw_rows, columns[_SLOTS, draw_rows], columns[_POSITIONS, draw_rows]]
+        drawn = (columns[_SLOTS, draw_rows], columns[_POSITIONS, draw_rows]) if others else (slots, starts)
+        parts = [columns, draw_rows, *drawn]
         num_rows, num_drawn = max(plan.num_tokens, pad_to), len(draw_rows)
         if target is not None:
-            values = self._fill(target, parts)
-            batch = TokenBatch.over(values[0].view(columns.shape), self._cache.block_table, num_rows)
-            device_rows, draw_slots, draw_positions = (part[:num_drawn] for part in values[1:])
-            return StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
+            buffer, spans = self._laid_out(parts, [columns.size, *[target.num_draws] * 3])
+            buffer.numpy()[spans[2]][num_drawn:] = PADDED_SLOT
+            target.numbers.copy_(buffer, non_blocking=True)
+            return StepInput(*self._views_of(target, num_rows, num_drawn), drawing, plan.num_tokens)
         if most:
             assert not rows, "an engine that drafts has no rows"
-            first_rows = draw_rows[steps == 0]
-            parts += _draft_columns(others, columns[:, :num_rows], first_rows, num_draws, steps, most, num_requests)
+            parts += _draft_columns(others, columns[:, :num_rows], draw_rows, num_draws, most, num_requests)
         flat, device_rows, draw_slots, draw_positions, *more = self._copy(parts)
         batch = TokenBatch.over(flat.view(columns.shape), self._cache.block_table, num_rows)
         made = StepInput(batch, device_rows, draw_slots, draw_positions, drawing, plan.num_tokens)
@@ -119,12 +119,17 @@ class StepBuilder:
             made, draw_drafts=draw_drafts.view(-1, most), fed=FedDrafts._make((*fed, drafts.view(-1, most)))
         )  # fmt: skip
 
-    def _fill(self, target: StepBuffer, parts: Sequence[Numbers]) -> list[Tensor]:
-        """The parts in the buffer of a captured call, with padding behind each but the first, which has its own."""
-        buffer, spans = self._laid_out(parts, [parts[0].size, *[target.num_draws] * (len(parts) - 1)])
-        buffer.numpy()[spans[2]][parts[2].size :] = PADDED_SLOT
-        target.numbers.copy_(buffer, non_blocking=True)
-        return [target.numbers[span] for span in spans]
+    def _views_of(self, target: StepBuffer, num_rows: int, num_drawn: int) -> tuple[TokenBatch, Tensor, Tensor, Tensor]:
+        """A captured call's batch; rows, slots and positions to draw from. Those of the last step, if as many."""
+        key = (target.numbers.data_ptr(), num_rows, num_drawn)
+        if key != self._viewed:
+            num_cells = len(COLUMNS) * aligned(target.size)
+            columns = target.numbers[:num_cells].view(len(COLUMNS), -1)
+            batch = TokenBatch.over(columns, self._cache.block_table, num_rows)
+            starts = part_starts((num_cells, target.num_draws, target.num_draws))[1:]
+            rows, slots, positions = (target.numbers[start : start + num_drawn] for start in starts)
+            self._viewed, self._views = key, (batch, rows, slots, positions)
+        return self._views
 
     def _copy(self, parts: Sequence[Numbers]) -> list[Tensor]:
         """The parts on the device, flat, in one copy."""
@@ -137,10 +142,11 @@ class StepBuilder:
     def _laid_out(self, parts: Sequence[Numbers], sizes: Sequence[int]) -> tuple[Tensor, list[slice]]:
         """One host buffer with the parts, zeros behind each up to its size, and where they are."""
         starts = part_starts(sizes)
-        buffer = host_buffer((starts[-1],), torch.int64, self._cache.device).zero_()
+        buffer = host_buffer((starts[-1],), torch.int64, self._cache.device)
         numbers: Numbers = buffer.numpy()
-        for part, start in zip(parts, starts, strict=False):
+        for part, start, end in zip(parts, starts, starts[1:], strict=False):
             numbers[start : start + part.size] = part.reshape(-1)
+            numbers[start + part.size : end] = 0
         return buffer, [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
@@ -167,10 +173,11 @@ def _steps(lengths: Numbers) -> Numbers:
 
 
 def _draft_columns(
-    pieces: Sequence[Piece], columns: Numbers, first_rows: Numbers, num_draws: Numbers, steps: Numbers, most: int,
-    num_requests: int,
+    pieces: Sequence[Piece], columns: Numbers, draw_rows: Numbers, num_draws: Numbers, most: int, num_requests: int
 ) -> list[Numbers]:  # fmt: skip
     """The drafts before each row that draws, then the parts of `FedDrafts`."""
+    steps = _steps(num_draws)
+    first_rows = draw_rows[steps == 0]
     drafts = np.full((len(num_draws), most), NO_DRAFT, dtype=np.int64)
     for place, piece in enumerate(piece for piece in pieces if piece.draws):
         drafts[place, : piece.num_drafts] = _drafts_of(piece, most)

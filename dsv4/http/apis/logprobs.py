@@ -1,6 +1,7 @@
 """Log-probabilities as the answers show them: tokens by text and bytes, or by id where that is asked for."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from dsv4.http.apis.sse import quote, to_json
@@ -16,7 +17,8 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
         self._tokenizer = tokenizer
         self._by_id = by_id
-        self._constant: dict[int, tuple[str, str]] = {}  # of each token: its JSON before and after the number
+        self._around = cache(self._fields)
+        self.quoted = cache(lambda token_id: quote(self.name(token_id)))  # a name as JSON
 
     def name(self, token_id: int) -> str:
         if self._by_id:
@@ -33,12 +35,12 @@ class TokenNames:
 
     def _number(self, token_id: int, logprob: float) -> str:
         """A token's fields, without the end of the object."""
-        found = self._constant.get(token_id)
-        if found is None:
-            value = to_json(list(self._tokenizer.token_bytes(token_id)))
-            found = (f'{{"token":{quote(self.name(token_id))},"logprob":', f',"bytes":{value}')
-            self._constant[token_id] = found
-        return f"{found[0]}{finite(logprob)!r}{found[1]}"
+        before, after = self._around(token_id)
+        return f"{before}{finite(logprob)!r}{after}"
+
+    def _fields(self, token_id: int) -> tuple[str, str]:
+        octets = to_json(list(self._tokenizer.token_bytes(token_id)))
+        return f'{{"token":{self.quoted(token_id)},"logprob":', f',"bytes":{octets}'
 
     def prompt(self, given: Sequence[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
         """Every token of a prompt by its id, and the `num_top` likeliest there."""

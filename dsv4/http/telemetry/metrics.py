@@ -116,10 +116,6 @@ class EngineMetrics(Collector):
             ("prefix_host_bytes", "Bytes of prefixes in host memory.", stats.num_prefix_host_bytes),
             ("prefix_disk_bytes", "Bytes of prefixes in files.", stats.num_prefix_disk_bytes),
         )  # fmt: skip
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
-            gauge.add_metric((self._model,), value)
-            yield gauge
         counters = (
             ("steps", "Forward calls.", stats.num_steps),
             ("prompt_tokens", "Prompt tokens read.", stats.num_prompt_tokens),
@@ -150,10 +146,11 @@ class EngineMetrics(Collector):
             ("spec_decode_num_draft_tokens", "Drafts verified.", drafts.num_verified),
             ("spec_decode_num_accepted_tokens", "Drafts that came true.", drafts.num_accepted),
         )  # fmt: skip
-        for name, text, value in counters:
-            counter = CounterMetricFamily(f"dsv4_{name}", text, labels=(_LABEL,))
-            counter.add_metric((self._model,), value)
-            yield counter
+        for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in rows:
+                made = family(f"dsv4_{name}", text, labels=(_LABEL,))
+                made.add_metric((self._model,), value)
+                yield made
         hits = CounterMetricFamily(
             "dsv4_prefix_hits", "Requests that started from a known prefix.", labels=(_LABEL, "tier")
         )
@@ -202,24 +199,21 @@ class RequestTimer:
     def token(self, event: TokenEvent, prompt_len: int) -> None:
         """A token, or an end without one, came out of the engine: of a request whose prompt has `prompt_len` tokens."""
         if event.token_id is not None:
-            self._count(event)
+            last = self._last[event.choice]
+            if last is None:
+                self._metrics.first_token.add(event.seconds - self.start)
+                if self._first is None:
+                    self._first = event.seconds
+            else:
+                self._metrics.inter_token.add(event.seconds - last)
+            self._last[event.choice] = event.seconds
+            self._num_tokens[event.choice] += 1
         if event.finish_reason is not None:
             self.finish_reasons.add(str(event.finish_reason))
             self._metrics.finished(str(event.finish_reason))
             self._metrics.whole_request.add(event.seconds - self.start)
             self._metrics.prompt_len.add(prompt_len)
             self._metrics.output_len.add(self._num_tokens[event.choice])
-
-    def _count(self, event: TokenEvent) -> None:
-        last = self._last[event.choice]
-        if last is None:
-            self._metrics.first_token.add(event.seconds - self.start)
-        else:
-            self._metrics.inter_token.add(event.seconds - last)
-        if self._first is None:
-            self._first = event.seconds
-        self._last[event.choice] = event.seconds
-        self._num_tokens[event.choice] += 1
 
     def sent(self, events: Sequence[RequestEvent], seconds: float) -> None:
         """What these tokens made certain was handed to the socket at `seconds`."""

@@ -28,6 +28,7 @@ from dsv4.ops.lib.guard import HAS_TRITON, IS_INTERPRETED
 
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
 INTERPRETED = 0  # the architecture that the interpreter stands for; 0: none
+_DRIVERS: Any = importlib.import_module("triton.runtime").driver if HAS_TRITON else None
 H200_MULTIPROCESSORS = 132  # what launch tables were timed on, and what a machine without a GPU stands for
 
 
@@ -69,7 +70,12 @@ def architecture() -> Architecture:
     """Of the GPU that kernels are compiled for."""
     if IS_INTERPRETED:
         return Architecture(INTERPRETED)
-    return Architecture(int(importlib.import_module("triton.runtime").driver.active.get_current_target().arch))
+    return _of_driver(_DRIVERS.active, _DRIVERS.active.get_current_device())
+
+
+@cache  # launchers ask several times, and a driver takes microseconds to answer
+def _of_driver(driver: Any, device: int) -> Architecture:
+    return Architecture(int(driver.get_current_target().arch))
 
 
 # Triton then follows no further what a kernel depends on; the target is part of its cache's key

@@ -54,7 +54,7 @@ def test_a_long_prefix_comes_back_from_host_memory(device):
     pools = [*manager._paged.pools.values(), *manager._snapshots.pools.values()]
     for seed, pool in enumerate([*pools, *manager._state.pools.values()]):
         random_bytes(pool, seed)
-    manager._state.reset_slot(0)
+    manager._state.reset_slots([0])
     token_ids = torch.randint(1, 200, (3900,), generator=torch.Generator().manual_seed(3)).tolist()
     start, expected = run_request(manager, token_ids)
     assert start == 0
@@ -78,7 +78,7 @@ def test_a_slot_is_restored_row_by_row(kind, slack, position):
     for seed, pool in enumerate([*state.pools.values(), *store.pools.values()]):
         random_bytes(pool, seed)
     source = {name: pool.words[:, 0].clone() for name, pool in state.pools.items()}
-    state.reset_slot(1)
+    state.reset_slots([1])
     fresh = {name: pool.words[:, 1].clone() for name, pool in state.pools.items()}
     store.save(0, position, 2)
     store.restore(1, position, 2)

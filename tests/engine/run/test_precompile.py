@@ -166,7 +166,7 @@ def test_headers_are_enough_to_compile_everything():
     for found in models:
         assert found["late"] == []
         assert found["ahead"]
-    assert [found["is_compiler_there"] for found in models] == [False, False, True, True]
+    assert [found["is_compiler_there"] for found in models] == [False, True, True]
 
 
 def test_the_check_of_a_first_start_uses_the_kernels_that_serve():

@@ -5,7 +5,7 @@ import pytest
 from scheduler_cases import EOS, Books, make_sequence, run_step, scheduler_of
 
 from dsv4.cache.errors import IntegrityError
-from dsv4.engine.schedule.rows import MAX_END_IDS
+from dsv4.engine.request import MAX_END_IDS
 from dsv4.request import FinishReason
 
 

@@ -63,7 +63,7 @@ def rows_of(requests):
     """Of requests that decode, as arrays."""
     none = np.zeros(0, dtype=np.int64)
     ruled = tuple(place for place, one in enumerate(requests) if one.may_have_rules)
-    return RowsOfStep(tuple(requests), (), none, none, none, ruled=ruled)
+    return RowsOfStep(tuple(requests), (), none, none, none, none, ruled=ruled)
 
 
 def shown(pieces, rows=()):

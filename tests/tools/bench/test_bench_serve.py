@@ -402,7 +402,7 @@ def test_a_client_that_dies_is_noticed(serve, monkeypatch):
 
 def test_the_miniature_server():
     """The project's own server over a very small model: every token is seen, by its own count."""
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     from server_cases import SERVED, make_llm, start_server
 
     server = start_server(make_llm(random_params(SERVED, dequantize_to=torch.float32)), api_key="k")

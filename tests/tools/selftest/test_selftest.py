@@ -187,11 +187,11 @@ def test_the_command_ends_with_2_where_it_cannot_run(monkeypatch, capsys):
 
 
 def test_it_needs_no_server_library_and_no_tests():
-    """On a GPU machine neither fastapi nor pytest need be installed."""
+    """On a GPU machine neither starlette nor pytest need be installed."""
     import subprocess
 
     code = (
-        "import sys; sys.modules['fastapi'] = sys.modules['pytest'] = None\n"
+        "import sys; sys.modules['starlette'] = sys.modules['pytest'] = None\n"
         "from dsv4.cli.main import main\n"
         "main(['selftest', '--op', 'accept', '--json'])\n"
     )

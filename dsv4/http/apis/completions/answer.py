@@ -187,13 +187,14 @@ class TextAssembler(Assembler):
         return echoed
 
     def _add(self, scores: _Scores, state: _TextState, given: Iterable[TokenLogprobs]) -> _Scores:
+        quoted = self._names.quoted
         for one in given:
             best: dict[str, float] = {}
             for token_id, logprob in one.top[: self._asked.logprobs]:
-                best.setdefault(self._names.name(token_id), finite(logprob))  # of two that print alike, the likelier
-            scores.tokens.append(quote(self._names.name(one.token_id)))
+                best.setdefault(quoted(token_id), finite(logprob))  # of two that print alike, the likelier
+            scores.tokens.append(quoted(one.token_id))
             scores.values.append(repr(finite(one.logprob)))
-            scores.top.append(to_json(best))
+            scores.top.append(f"{{{','.join([f'{name}:{logprob!r}' for name, logprob in best.items()])}}}")
             scores.offsets.append(str(state.num_shown))
             state.num_shown += len(state.detokenizer.push(one.token_id))
         return scores
