@@ -6,7 +6,6 @@ The tests of the experts' kernels take 11 seconds of a CPU instead of 41.
 """
 
 from dataclasses import replace
-from math import copysign
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +142,7 @@ def _share_constants(interpreter: Any) -> None:
                 return self.broadcast_impl_value(lhs, rhs)
         if not is_plain or (right_kind is not int and right_kind is not float) or not arithmetic_check:
             return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        key = (right_kind, rhs, copysign(1, rhs), left_type.name, *lhs.type.dimensions.ints.values)  # -0.0 == 0.0
+        key = (right_kind, rhs, left_type.name, *lhs.type.dimensions.ints.values)
         if key in constants:
             data, kind = constants[key]
             return lhs, self.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
